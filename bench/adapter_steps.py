@@ -10,8 +10,6 @@ takes a Moondream 3, and steps and prefills alone.
     TRITON_INTERPRET=1 python -m bench.adapter_steps --tiny --batches 2 --prompts 1
 """
 
-from __future__ import annotations
-
 import argparse
 import sys
 from collections.abc import Callable, Iterator

@@ -9,8 +9,6 @@ slots, which must fit on the same device.
     python -m bench.adapters --model /tmp/md2 --compare slots -- --kv-pages 12000
 """
 
-from __future__ import annotations
-
 import argparse
 import contextlib
 import itertools

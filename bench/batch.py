@@ -13,8 +13,6 @@
     python -m bench.batch kills --lines 500 --kills 3
 """
 
-from __future__ import annotations
-
 import argparse
 import asyncio
 import contextlib

@@ -40,8 +40,6 @@ known, and the time depends on its crops, of which there are some.
     nice python -m bench.caches leak --target crops
 """
 
-from __future__ import annotations
-
 import argparse
 import asyncio
 import contextlib

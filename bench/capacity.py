@@ -15,8 +15,6 @@ a closed loop measures on one of them, and predicts the open loop on 1, 2 and 4 
 the moments at which the load processes send theirs.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import math

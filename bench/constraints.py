@@ -11,8 +11,6 @@ Three parts, all on the built-in model and a CPU unless `--model` and `--device`
            copy of the built-in model that does not.
 """
 
-from __future__ import annotations
-
 import argparse
 import asyncio
 import contextlib

@@ -7,8 +7,6 @@ logits with the plain decoder in float32; `--tune` times the kernels over other 
 once.
 """
 
-from __future__ import annotations
-
 import argparse
 import os
 import sys

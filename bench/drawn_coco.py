@@ -4,8 +4,6 @@ Categories are the eight shapes; printed texts are no objects. Needs the extra `
 `python -m bench.drawn_coco FOLDER`, then `kestrel-grpc evaluate coco FOLDER` asks a server about the set.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 from pathlib import Path

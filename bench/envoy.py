@@ -21,8 +21,6 @@ The status is 1 if a unary call failed, a stream failed that had not begun, or a
 replaced.
 """
 
-from __future__ import annotations
-
 import argparse
 import asyncio
 import contextlib

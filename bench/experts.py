@@ -11,8 +11,6 @@ kernels. `--check` compares both with the definition in float32 and every run wi
 each consists of; `--tune` times other plans of the kernels, each product alone, the best first.
 """
 
-from __future__ import annotations
-
 import argparse
 import os
 import sys

@@ -4,8 +4,6 @@ Off is the server as it starts by default. On has tokens, metrics, traces to a r
 rows add encryption. Servers and load have a core each, rounds alternate, and the ratio is the median of neighbours.
 """
 
-from __future__ import annotations
-
 import argparse
 import multiprocessing
 import os

@@ -3,8 +3,6 @@
 Starts the true command as a process of its own, cold, several times, and asks it over gRPC, one request at a time.
 """
 
-from __future__ import annotations
-
 import argparse
 import os
 import platform

@@ -10,8 +10,6 @@ Kernels are compiled anew into a temporary folder, and loaded from it by a secon
     python -m bench.flashinfer_attention
 """
 
-from __future__ import annotations
-
 import argparse
 import importlib
 import json

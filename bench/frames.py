@@ -9,8 +9,6 @@ takes `--reader-ms` for each answer.
     python -m bench.frames --seconds 600 --json /tmp/frames.json
 """
 
-from __future__ import annotations
-
 import argparse
 import asyncio
 import os

@@ -11,8 +11,6 @@ the event loop; the rows `with a thread` add the engine's own hop to that loop.
 
 # ruff: noqa: N802 (the servicer's methods bear the names of their RPCs)
 
-from __future__ import annotations
-
 import argparse
 import asyncio
 import multiprocessing

@@ -5,8 +5,6 @@ device each size is timed as the device sees it (`cut`, `upload`) and as the hos
 are there and for new ones. `--check` compares every pixel with Pillow's; `--tune` times the kernel over blocks.
 """
 
-from __future__ import annotations
-
 import argparse
 import os
 import random

@@ -5,8 +5,6 @@ with 5 degrees of freedom, which has more large ones. Levels times a scale for e
 bfloat16 unless they are powers of two.
 """
 
-from __future__ import annotations
-
 import argparse
 import sys
 from collections.abc import Callable, Iterator

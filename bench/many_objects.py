@@ -10,8 +10,6 @@ or asks the server at `--target`; options after `--` go to the server. Needs the
     python -m bench.many_objects --target localhost:50051 --pictures 20
 """
 
-from __future__ import annotations
-
 import argparse
 import random
 import statistics

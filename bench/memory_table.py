@@ -6,8 +6,6 @@ libraries and buffers are what they took on an H200; activations are estimated f
 measures them.
 """
 
-from __future__ import annotations
-
 from types import SimpleNamespace
 from typing import Any
 

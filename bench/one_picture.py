@@ -7,8 +7,6 @@ over the turns of this kernel's time over the other's in the same turn.
     python -m bench.one_picture --before /tmp/before
 """
 
-from __future__ import annotations
-
 import argparse
 import hashlib
 import importlib.util

@@ -11,8 +11,6 @@ the run. What torch's libraries compute (cuBLAS, cuDNN, attention within image c
 with its clocks, caches and memory: times say what the plans are worth, not how fast the other card is.
 """
 
-from __future__ import annotations
-
 import atexit
 import importlib
 import runpy

@@ -9,8 +9,6 @@ model; of other models it says nothing. Starts `kestrel-grpc serve` as a process
     python -m bench.outlines --at-once 64 --seconds 20 -- --device cuda
 """
 
-from __future__ import annotations
-
 import argparse
 import asyncio
 import contextlib

@@ -5,8 +5,6 @@ gives its rate; then requests come at ten times that rate, whether the last one 
 repeated in turns. Wants a machine without other work.
 """
 
-from __future__ import annotations
-
 import argparse
 import asyncio
 import sys

@@ -8,8 +8,6 @@ float8. So a prediction assumes that kernels and libraries are as good on the ot
 holds its rate, which cards of little power do not.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 _CROP_FLOPS = 0.673e12  # of 27 layers and the projection

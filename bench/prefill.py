@@ -8,8 +8,6 @@ decoder in float32, beside what the plain decoder in bfloat16 makes of it; `--tu
 tilings; `--experts` times the mixture of experts of a Moondream 3.
 """
 
-from __future__ import annotations
-
 import argparse
 import copy
 import os

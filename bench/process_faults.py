@@ -25,8 +25,6 @@ Questions are greedy, so that every answer is known. Then it does harm, many tim
     python -m bench.process_faults --only core,stopped --runs 3
 """
 
-from __future__ import annotations
-
 import argparse
 import asyncio
 import base64

@@ -13,8 +13,6 @@ that ours stays off:
 The profiler costs the host time, so that the device is idle longer than it would be; its own times are true.
 """
 
-from __future__ import annotations
-
 import argparse
 import asyncio
 import contextlib

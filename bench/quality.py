@@ -8,8 +8,6 @@ scores move by a point or two with a single answer; `--only detect --scenes 2000
 time. Run as `python -m bench.quality`, with the training extra installed.
 """
 
-from __future__ import annotations
-
 import argparse
 import asyncio
 import json

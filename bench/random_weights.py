@@ -7,8 +7,6 @@ hub's layout, Moondream 3 with float8 experts has the training layout, as it is 
     python -m bench.random_weights moondream2 /tmp/md2
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import re

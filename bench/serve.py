@@ -9,8 +9,6 @@ after `--` go to the server. Answers are as long as asked where the model never 
     python -m bench.serve --model /tmp/md2 --batches 1,4,16,64 --peer peer.json -- --max-prefill-tokens 8192
 """
 
-from __future__ import annotations
-
 import argparse
 import contextlib
 import json

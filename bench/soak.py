@@ -14,8 +14,6 @@ is the supervisor where there are several. Options after `--` go to the server. 
     python -m bench.soak --minutes 60 --pause 7 -- --frontends 3 --devices cpu,cpu --kv-pages 1200
 """
 
-from __future__ import annotations
-
 import argparse
 import asyncio
 import contextlib

@@ -12,8 +12,6 @@ in turns with this one, each with a folder of kernels of its own.
     python -m bench.start_up --model /tmp/md3 --before /tmp/older -- --precision float8
 """
 
-from __future__ import annotations
-
 import argparse
 import os
 import re

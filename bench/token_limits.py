@@ -16,8 +16,6 @@ Exits with 1 where a limit does not hold. Linux spreads connections over front e
 many calls each has had.
 """
 
-from __future__ import annotations
-
 import argparse
 import asyncio
 import os

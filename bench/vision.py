@@ -6,8 +6,6 @@ of a copy, both measured in the same run. `--check` compares each block's output
 beside what the plain encoder in bfloat16 makes of it; `--tune` times the row kernels over candidate block sizes.
 """
 
-from __future__ import annotations
-
 import argparse
 import math
 import os

@@ -1,7 +1,5 @@
 """Random adapters of a Moondream: written in each format, and merged into the weights that they change."""
 
-from __future__ import annotations
-
 import copy
 import json
 from collections.abc import Callable, Mapping

@@ -14,8 +14,6 @@ divides turns. Leading system messages precede the first text of the user, with 
 picture if that picture follows it directly.
 """
 
-from __future__ import annotations
-
 import json
 import math
 import re

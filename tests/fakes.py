@@ -1,7 +1,5 @@
 """An engine without a model: the real streams, with scripted events. It honours cancel, deadlines and draining."""
 
-from __future__ import annotations
-
 import asyncio
 import hashlib
 import os

@@ -1,7 +1,5 @@
 """Small files that ask for much: written byte by byte, since no encoder would."""
 
-from __future__ import annotations
-
 import struct
 import zlib
 from collections.abc import Mapping

@@ -4,8 +4,6 @@ Knows repositories, revisions, large-file redirects, ranges, and the hub's ways 
 `endpoint` to a process of its own as `HF_ENDPOINT`: the library reads that once, when it is imported.
 """
 
-from __future__ import annotations
-
 import hashlib
 import json
 from collections.abc import Mapping

@@ -7,8 +7,6 @@ The tests of the server ask a fake engine. With the variable `ENGINE_CHANNEL=soc
 Modules with `pytestmark = BOTH_CHANNELS` ask over both in every run.
 """
 
-from __future__ import annotations
-
 import os
 import tempfile
 from collections.abc import AsyncIterator

@@ -4,8 +4,6 @@ Two lie in `tests/golden` and are all that a test may rely on. Larger ones lie b
 tests that can use more take `shared_folders()`. Knows where the files are, not what a model does with them.
 """
 
-from __future__ import annotations
-
 import json
 import re
 import shutil

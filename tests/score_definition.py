@@ -6,8 +6,6 @@ also end, times the probability of the bins within 1/64 of all bins of each that
 writes the scores of the calls of `expected.json`; their places must be those of the reference.
 """
 
-from __future__ import annotations
-
 import json
 import math
 import sys

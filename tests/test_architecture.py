@@ -1,7 +1,5 @@
 """The rules for code that a reader relies on, checked over the source of all four packages."""
 
-from __future__ import annotations
-
 import ast
 import functools
 import os

@@ -1,7 +1,5 @@
 """CONTRIBUTING.md: what it lists exists, and every skill is at the places that it lists."""
 
-from __future__ import annotations
-
 import argparse
 import re
 

@@ -1,7 +1,5 @@
 """The definition of conversations agrees with the reference where that has an answer, and with its own fixtures."""
 
-from __future__ import annotations
-
 import json
 import math
 from pathlib import Path
@@ -48,7 +46,7 @@ def hidden_is_close(actual: Tensor, wanted: Tensor) -> bool:
 
 
 @torch.inference_mode()
-def test_a_question_about_one_picture_has_the_numbers_of_the_reference(model: Model) -> None:
+def test_a_question_about_one_picture_has_the_numbers_of_the_reference(model: Model):
     tensors = load_file(model.folder / "expected.safetensors")
     for number, image in enumerate(expected(model.folder)["images"]):
         question = {"role": "user", "text": image["calls"][0]["args"]["question"], "images": [image["image"]]}
@@ -63,7 +61,7 @@ def test_a_question_about_one_picture_has_the_numbers_of_the_reference(model: Mo
 
 
 @torch.inference_mode()
-def test_the_fixtures_are_what_the_definition_answers(model: Model) -> None:
+def test_the_fixtures_are_what_the_definition_answers(model: Model):
     """All tokens of an answer in one pass: each is the likeliest one after those before it."""
     tensors = load_file(model.folder / TENSORS)
     for number, conversation in enumerate(conversations(model.folder)):
@@ -97,7 +95,7 @@ def _best(model: Model, logits: Tensor, place: int, answer_at: int) -> float:
 
 
 @torch.inference_mode()
-def test_another_mask_is_far_from_a_fixture(model: Model) -> None:
+def test_another_mask_is_far_from_a_fixture(model: Model):
     first = conversations(model.folder)[0]
     wanted = load_file(model.folder / TENSORS)["0.last_hidden"]
     run = Run(model, prompt_of(model, first))
@@ -113,7 +111,7 @@ def test_another_mask_is_far_from_a_fixture(model: Model) -> None:
 
 
 @pytest.mark.parametrize(("folder", "counts"), [(MD2_SMALL, {0, 1, 2}), (MD3_SMALL, {0, 1, 2, 3})])
-def test_the_fixtures_have_what_conversations_may_have(folder: Path, counts: set[int]) -> None:
+def test_the_fixtures_have_what_conversations_may_have(folder: Path, counts: set[int]):
     found = conversations(folder)
     pictures = [sum(len(message.get("images", ())) for message in each["messages"]) for each in found]
     assert set(pictures) == counts

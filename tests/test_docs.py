@@ -1,7 +1,5 @@
 """The documentation: links lead somewhere, and generated tables are those of the code."""
 
-from __future__ import annotations
-
 import re
 from pathlib import Path
 
@@ -78,7 +76,7 @@ def test_every_long_page_begins_with_a_table_of_contents(page: Path):
     assert wanted <= set(re.findall(r"\]\(#([^)]+)\)", parts[0]))
 
 
-def test_every_row_of_the_table_of_faults_names_a_test_that_exists() -> None:
+def test_every_row_of_the_table_of_faults_names_a_test_that_exists():
     table = (CHECKOUT / "docs" / "reliability.md").read_text(encoding="utf-8")
     rows = [line for line in table.splitlines() if line.startswith("| ")][1:]
     named = [re.search(r"`(\S+\.py)::(\w+)` \|$", row) for row in rows]

@@ -1,7 +1,5 @@
 """docs/http.md says what is so: its tables are those of the code, and its examples run as written."""
 
-from __future__ import annotations
-
 import re
 import signal
 import subprocess

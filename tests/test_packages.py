@@ -1,7 +1,5 @@
 """The two packages, as their users install them: built, installed with what they need alone, served and asked."""
 
-from __future__ import annotations
-
 import os
 import re
 import subprocess

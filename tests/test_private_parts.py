@@ -1,7 +1,5 @@
 """Tries private parts of libraries, and compares those that the code uses with the table of CONTRIBUTING.md."""
 
-from __future__ import annotations
-
 import re
 
 import torch

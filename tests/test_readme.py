@@ -1,7 +1,5 @@
 """The README says what is so: its examples run as written, and its lists name what there is."""
 
-from __future__ import annotations
-
 import os
 import re
 import shutil

@@ -1,7 +1,5 @@
 """Documents and code use the words of the field, which readers of other inference servers know."""
 
-from __future__ import annotations
-
 import re
 from pathlib import Path
 
@@ -29,15 +27,15 @@ TERMS = re.compile(
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.relative_to(CHECKOUT).as_posix())
-def test_a_page_uses_standard_terms(page: Path) -> None:
+def test_a_page_uses_standard_terms(page: Path):
     words = re.compile(rf"\b(?:{'|'.join(INSTEAD)})\b", re.IGNORECASE)
     assert words.findall(TERMS.sub(" ", page.read_text(encoding="utf-8"))) == []
 
 
-def test_docstrings_begin_with_a_sentence() -> None:
+def test_docstrings_begin_with_a_sentence():
     assert [place for module in product_modules() for place in prose.fragments(module)] == []
 
 
-def test_docstrings_comments_and_names_use_standard_terms() -> None:
+def test_docstrings_comments_and_names_use_standard_terms():
     """`tools/prose.py` says what to write instead of each word."""
     assert [place for module in product_modules() for place in prose.refused_words(module)] == []

@@ -1,7 +1,5 @@
 """Attacks on `UploadAdapter` by a caller with the scope `admin`: uploads that are slow, stalled or useless."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping
 from functools import partial
 

@@ -1,7 +1,5 @@
 """What an attack is, what is seen while it lasts, and what must hold. Runs nothing."""
 
-from __future__ import annotations
-
 import statistics
 from collections import Counter
 from collections.abc import Callable, Mapping

@@ -1,7 +1,5 @@
 """Attacks by many large messages: whole, without their end, slow, and compressed."""
 
-from __future__ import annotations
-
 import asyncio
 import gzip
 import time

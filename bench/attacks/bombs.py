@@ -1,7 +1,5 @@
 """Picture files that are small and cost much: in time, or in memory. All are read by Pillow, as far as it goes."""
 
-from __future__ import annotations
-
 import struct
 import zlib
 from collections.abc import Iterable

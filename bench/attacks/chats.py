@@ -1,7 +1,5 @@
 """Attacks on tools and `/v1/responses`: schemas that cost, calls that never end, large bodies, unread streams."""
 
-from __future__ import annotations
-
 import asyncio
 import itertools
 import json

@@ -1,7 +1,5 @@
 """Attacks on connections: resets, pings, idle ones, and readers that do not read."""
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import os

@@ -1,7 +1,5 @@
 """Constraints within every bound of their text that cost as much as they can: to compile, and for each token."""
 
-from __future__ import annotations
-
 import asyncio
 import itertools
 import json

@@ -1,7 +1,5 @@
 """Attacks by conversations: many huge pictures, a thousand turns, roles in any order, ids of another tenant."""
 
-from __future__ import annotations
-
 import asyncio
 import hashlib
 import itertools

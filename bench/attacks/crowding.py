@@ -1,7 +1,5 @@
 """Attacks by requests that are all allowed: one token takes as much of the engine as it can get."""
 
-from __future__ import annotations
-
 import asyncio
 import itertools
 import time

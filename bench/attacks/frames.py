@@ -1,7 +1,5 @@
 """Attacks by streams of frames: floods of frames, large and broken ones, answers that are never read, silence."""
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 from collections.abc import Iterator

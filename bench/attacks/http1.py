@@ -1,7 +1,5 @@
 """Attacks on the HTTP port and the port of metrics by requests that are refused or not completed."""
 
-from __future__ import annotations
-
 import contextlib
 import selectors
 import socket

@@ -1,7 +1,5 @@
 """HTTP/2 as an attacker speaks it: frames by hand, as fast as Python writes them."""
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import socket

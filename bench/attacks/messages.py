@@ -1,7 +1,5 @@
 """Attacks by a single message, and by messages that are none."""
 
-from __future__ import annotations
-
 import asyncio
 import time
 from collections.abc import Mapping

@@ -1,7 +1,5 @@
 """Attacks by requests about many objects: as many as may be, unread streams, names and numbers that are none."""
 
-from __future__ import annotations
-
 import asyncio
 import itertools
 import math

@@ -1,7 +1,5 @@
 """Attacks by pictures, sent with one token while another asks about a small picture."""
 
-from __future__ import annotations
-
 import asyncio
 import time
 from functools import partial

@@ -1,7 +1,5 @@
 """One attack from start to end: server, witnesses, attackers, rest, SIGTERM."""
 
-from __future__ import annotations
-
 import multiprocessing
 import shutil
 import tempfile

@@ -1,7 +1,5 @@
 """SIGTERM while callers wait for answers: each of them must be answered or told to ask elsewhere."""
 
-from __future__ import annotations
-
 import asyncio
 import multiprocessing
 import tempfile

@@ -1,7 +1,5 @@
 """Attacks on `ImageService`: uploads that are refused, slow or stalled, files that are never read, full quotas."""
 
-from __future__ import annotations
-
 import asyncio
 import hashlib
 import io

@@ -1,7 +1,5 @@
 """The server that is attacked: a process started as a user would, with tokens, and its memory from /proc."""
 
-from __future__ import annotations
-
 import contextlib
 import os
 import re

@@ -1,7 +1,5 @@
 """Attacks by answers that are large or costly to make: embeddings that are never read, masks of large pictures."""
 
-from __future__ import annotations
-
 import asyncio
 import io
 import time

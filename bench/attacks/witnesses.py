@@ -1,7 +1,5 @@
 """Who else uses the server: a prober of its health, and a caller with a token of its own. A process each."""
 
-from __future__ import annotations
-
 import asyncio
 import io
 import itertools

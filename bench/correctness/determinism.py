@@ -11,8 +11,6 @@ and how long it takes.
     python -m bench.correctness.determinism --quick
 """
 
-from __future__ import annotations
-
 import argparse
 import asyncio
 import random

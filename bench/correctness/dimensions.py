@@ -12,8 +12,6 @@ any case failed.
     python -m bench.correctness.dimensions --device cpu --shape seed-7 --paths fused
 """
 
-from __future__ import annotations
-
 import argparse
 import multiprocessing
 import os

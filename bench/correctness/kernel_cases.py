@@ -3,8 +3,6 @@
 Operands are drawn on the CPU, so that two implementations, devices or checkouts are given the same.
 """
 
-from __future__ import annotations
-
 import random
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace

@@ -5,8 +5,6 @@ definition in float32 on the CPU. The table shows the largest error of all runs,
 in how many calls the runs gave different bits. Processes share the device, so that runs disturb one another.
 """
 
-from __future__ import annotations
-
 import argparse
 import os
 import sys

@@ -2,8 +2,6 @@
 tokens of their answers.
 """
 
-from __future__ import annotations
-
 import contextlib
 import functools
 import io

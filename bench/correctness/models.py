@@ -4,8 +4,6 @@ Kernels work in blocks of 16, 32, 64 or 128, and the published models are multip
 masks and alignment only show at widths that are not, so most numbers here are odd multiples of 8 or odd altogether.
 """
 
-from __future__ import annotations
-
 import json
 import random
 import re

@@ -1,7 +1,5 @@
 """Tells a tie from a wrong answer, by a second copy of the model that is led to where two answers part."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack

@@ -1,7 +1,5 @@
 """Real servers of a capacity that is stated (`delayed_server.py`), behind Envoy, measured for `bench.capacity`."""
 
-from __future__ import annotations
-
 import contextlib
 import re
 import subprocess

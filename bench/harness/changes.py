@@ -4,8 +4,6 @@ A stream of pictures begins with a chart. `Change` says how a picture follows fr
 repaint are such that it lies inside one crop of a Moondream, also after a resize and with the blocks of a JPEG.
 """
 
-from __future__ import annotations
-
 import io
 import random
 from enum import Enum

@@ -1,7 +1,5 @@
 """Checkpoints that the benches write: endless ones, random adapters, tokenizers, the layout of training."""
 
-from __future__ import annotations
-
 import json
 import re
 import shutil

@@ -9,8 +9,6 @@ the capacity that they are said to have.
     python -m bench.harness.delayed_server 50
 """
 
-from __future__ import annotations
-
 import asyncio
 import hashlib
 import sys

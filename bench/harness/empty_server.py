@@ -2,8 +2,6 @@
 
 # ruff: noqa: N802 (the servicer's methods bear the names of their RPCs)
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import multiprocessing

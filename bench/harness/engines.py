@@ -1,7 +1,5 @@
 """An engine in the process of a tool: its options, requests in a closed loop, and methods that are wrapped."""
 
-from __future__ import annotations
-
 import argparse
 import asyncio
 import contextlib

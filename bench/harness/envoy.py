@@ -1,7 +1,5 @@
 """Envoy with the configuration of `deploy/envoy`, in front of servers on this machine."""
 
-from __future__ import annotations
-
 import contextlib
 import json
 import subprocess

@@ -1,7 +1,5 @@
 """Load over HTTP/1.1 that costs little, and a bare server that sends the same answers as ours."""
 
-from __future__ import annotations
-
 import asyncio
 import base64
 import binascii

@@ -4,8 +4,6 @@ What is left is the host's work beside the launching of steps. Steps that begin 
 computed and published. As a program, this is `kestrel-grpc` with such steps, also in engine cores of their own.
 """
 
-from __future__ import annotations
-
 import sys
 from collections.abc import Iterable
 from contextlib import AbstractContextManager

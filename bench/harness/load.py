@@ -1,7 +1,5 @@
 """Asks a server over gRPC the questions of `workload.py`, with the load generator of `kestrel-grpc bench`."""
 
-from __future__ import annotations
-
 import contextlib
 import itertools
 from collections.abc import AsyncIterator, Callable, Sequence

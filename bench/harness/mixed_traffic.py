@@ -4,8 +4,6 @@ Some cancel midway, some have deadlines that pass, some send what is no request.
 may become of its call; any other outcome is an unexpected error. Knows the client alone.
 """
 
-from __future__ import annotations
-
 import asyncio
 import io
 import random

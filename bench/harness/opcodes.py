@@ -4,8 +4,6 @@ The count depends on the version of Python, and a little on how requests fall in
 are traced, which makes them many times slower.
 """
 
-from __future__ import annotations
-
 import sys
 import threading
 from collections import Counter, defaultdict

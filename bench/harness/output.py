@@ -1,7 +1,5 @@
 """What a bench writes: its results as JSON, numbers for people, and how far it has come."""
 
-from __future__ import annotations
-
 import json
 import sys
 import time

@@ -1,7 +1,5 @@
 """Random prompts, weights, pages and experts at the sizes of a model: what parts of the prefill are timed on."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any

@@ -1,7 +1,5 @@
 """Random JSON schemas within the bounds of the server, whose answers come to an end."""
 
-from __future__ import annotations
-
 import random
 from typing import Any
 

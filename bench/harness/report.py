@@ -1,7 +1,5 @@
 """Writes the results of a load as JSON and as tables of text."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any

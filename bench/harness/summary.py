@@ -1,7 +1,5 @@
 """A row of results: what a recording of a workload amounts to, by the definitions of `kestrel-grpc bench`."""
 
-from __future__ import annotations
-
 from collections import Counter
 from dataclasses import asdict, dataclass, field
 

@@ -4,8 +4,6 @@ On a CUDA device calls are captured in a graph and its replays timed with events
 do not count; elsewhere a clock reads a few plain calls, which says nothing but that they run.
 """
 
-from __future__ import annotations
-
 import random
 import statistics
 import time

@@ -1,7 +1,5 @@
 """Load for Triton's service, and a bare service that sends the same messages as ours."""
 
-from __future__ import annotations
-
 import asyncio
 import os
 import struct

@@ -5,8 +5,6 @@ into 2 × 4 crops and a global crop. A question has eleven tokens with the publi
 `tokenizer_file.py` makes.
 """
 
-from __future__ import annotations
-
 import bisect
 import functools
 import itertools

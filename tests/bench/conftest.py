@@ -1,7 +1,5 @@
 """Benches start servers, and load them from processes."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 
 import pytest

@@ -1,7 +1,5 @@
 """Attacks on a small scale, and the verdicts upon them."""
 
-from __future__ import annotations
-
 import asyncio
 import io
 import itertools

@@ -1,7 +1,5 @@
 """The questions about caches, each in small: what hits and what misses. No test judges times."""
 
-from __future__ import annotations
-
 import io
 import json
 import os

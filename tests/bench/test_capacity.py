@@ -1,7 +1,5 @@
 """The model of capacity: against closed formulas, against what was measured, and the page that shows its tables."""
 
-from __future__ import annotations
-
 import json
 import math
 import random

@@ -1,7 +1,5 @@
 """The bench of constraints runs, its random schemas are schemas, and nothing hostile is left to be compiled."""
 
-from __future__ import annotations
-
 import random
 
 import jsonschema

@@ -1,7 +1,5 @@
 """The bench of conversations: its arithmetic, and a few conversations with the built-in model."""
 
-from __future__ import annotations
-
 import asyncio
 
 import pytest
@@ -15,12 +13,12 @@ from kestrel_runtime.api.config import EngineConfig
 from kestrel_runtime.engine.engine import LocalEngine
 
 
-def test_first_tokens_are_compared_by_their_medians() -> None:
+def test_first_tokens_are_compared_by_their_medians():
     # One that took long for another reason changes nothing.
     assert FirstTokens((10.0, 20.0, 900.0), (25.0, 24.0, 2.0)).ratio == pytest.approx(1.2)
 
 
-async def test_a_conversation_finds_its_earlier_turns_and_none_of_others() -> None:
+async def test_a_conversation_finds_its_earlier_turns_and_none_of_others():
     picture = chart(0)
     engine = await asyncio.to_thread(LocalEngine.start, EngineConfig(device="cpu"))
     async with (

@@ -1,7 +1,5 @@
 """The planned time of a server that waits and computes nothing."""
 
-from __future__ import annotations
-
 import heapq
 import itertools
 from collections.abc import Callable

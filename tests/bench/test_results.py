@@ -1,7 +1,5 @@
 """The pages of bench: numbers are those of the files that they name, and every bench is listed."""
 
-from __future__ import annotations
-
 import json
 import re
 
@@ -10,7 +8,7 @@ from tests.reference_fixtures import CHECKOUT
 RESULTS = CHECKOUT / "bench" / "results"
 
 
-def test_every_number_of_the_table_is_in_the_file_that_it_names() -> None:
+def test_every_number_of_the_table_is_in_the_file_that_it_names():
     page = (RESULTS / "README.md").read_text(encoding="utf-8")
     rows = re.findall(
         r"^\| (Moondream \d) \| \w+ \| (\w+) \| (\d+) \| ([\d.]+) \| ([\d,.]+) \| .* \| `([\w.-]+)` \|$", page, re.M
@@ -25,7 +23,7 @@ def test_every_number_of_the_table_is_in_the_file_that_it_names() -> None:
         assert (f"{measured_ms:.1f}" if measured_ms < 100 else f"{measured_ms:,.0f}") == p50_ms
 
 
-def test_the_page_names_every_bench_and_no_other() -> None:
+def test_the_page_names_every_bench_and_no_other():
     folder = CHECKOUT / "bench"
     tables = re.findall(r"^\| .* \| `([\w.]+)", (folder / "README.md").read_text(encoding="utf-8"), re.M)
     packages = {path.parent.name for path in folder.glob("*/__main__.py")}

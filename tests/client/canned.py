@@ -1,8 +1,6 @@
 """A vision server of canned answers: real gRPC and real messages, with no model behind them."""
 # ruff: noqa: N802 -- the contract names the methods
 
-from __future__ import annotations
-
 import hashlib
 import struct
 import threading

@@ -1,7 +1,5 @@
 """A canned server for every test that asks for one."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 
 import pytest

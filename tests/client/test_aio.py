@@ -1,7 +1,5 @@
 """The awaiting client, against a canned server."""
 
-from __future__ import annotations
-
 import asyncio
 import inspect
 import socket
@@ -43,7 +41,7 @@ async def _was_cancelled(vision: CannedVision) -> bool:
 
 async def test_every_skill_returns_what_the_blocking_client_returns(
     async_client: AsyncClient, client: Client, tmp_path: Path
-) -> None:
+):
     stream = async_client.query(PICTURE, "q", reasoning=True)
     assert [piece async for piece in stream] == list(canned.ANSWER_PIECES)
     assert await stream.result() == client.complete_query(PICTURE, "q", reasoning=True)
@@ -74,12 +72,12 @@ async def test_every_skill_returns_what_the_blocking_client_returns(
     assert await async_client.upload_adapter("a", weights) == client.upload_adapter("a", weights)
 
 
-async def test_deltas_tell_reasoning_from_answer(async_client: AsyncClient) -> None:
+async def test_deltas_tell_reasoning_from_answer(async_client: AsyncClient):
     deltas = [delta async for delta in async_client.query(PICTURE, "q", reasoning=True).deltas()]
     assert [delta.channel for delta in deltas] == [TextChannel.REASONING] + [TextChannel.ANSWER] * 3
 
 
-async def test_a_path_is_read_and_sent(async_client: AsyncClient, vision: CannedVision, tmp_path: Path) -> None:
+async def test_a_path_is_read_and_sent(async_client: AsyncClient, vision: CannedVision, tmp_path: Path):
     path = tmp_path / "kite.jpg"
     path.write_bytes(PICTURE)
     await async_client.point(path, "kite", request_id="mine")
@@ -87,7 +85,7 @@ async def test_a_path_is_read_and_sent(async_client: AsyncClient, vision: Canned
     assert vision.metadata[0]["x-request-id"] == "mine"
 
 
-async def test_every_call_has_a_deadline(async_client: AsyncClient, vision: CannedVision) -> None:
+async def test_every_call_has_a_deadline(async_client: AsyncClient, vision: CannedVision):
     await async_client.point(PICTURE, "kite")
     assert 6 < vision.time_left_s[0] < 121
     vision.endless = True
@@ -95,16 +93,14 @@ async def test_every_call_has_a_deadline(async_client: AsyncClient, vision: Cann
         await async_client.query(PICTURE, "q", timeout_s=0.2).result()
 
 
-async def test_a_dropped_stream_cancels_its_call(async_client: AsyncClient, vision: CannedVision) -> None:
+async def test_a_dropped_stream_cancels_its_call(async_client: AsyncClient, vision: CannedVision):
     vision.endless = True
     async for _ in async_client.query(PICTURE, "q"):
         break
     assert await _was_cancelled(vision)
 
 
-async def test_leaving_the_block_of_a_stream_cancels_its_call(
-    async_client: AsyncClient, vision: CannedVision
-) -> None:
+async def test_leaving_the_block_of_a_stream_cancels_its_call(async_client: AsyncClient, vision: CannedVision):
     vision.endless = True
     async with async_client.query(PICTURE, "q") as stream:
         await anext(stream)
@@ -113,7 +109,7 @@ async def test_leaving_the_block_of_a_stream_cancels_its_call(
         await stream.result()
 
 
-async def test_an_outline_cancelled_midway_ends_its_call(async_client: AsyncClient, vision: CannedVision) -> None:
+async def test_an_outline_cancelled_midway_ends_its_call(async_client: AsyncClient, vision: CannedVision):
     vision.endless = True
     async with async_client.stream_segment(PICTURE, "kite") as stream:
         assert (await anext(stream)).svg_path == ""
@@ -122,9 +118,7 @@ async def test_an_outline_cancelled_midway_ends_its_call(async_client: AsyncClie
         await anext(stream)
 
 
-async def test_a_stream_cancelled_before_its_start_never_starts(
-    async_client: AsyncClient, vision: CannedVision
-) -> None:
+async def test_a_stream_cancelled_before_its_start_never_starts(async_client: AsyncClient, vision: CannedVision):
     stream = async_client.query(PICTURE, "q")
     stream.cancel()
     with pytest.raises(Cancelled):
@@ -134,7 +128,7 @@ async def test_a_stream_cancelled_before_its_start_never_starts(
 
 async def test_a_reader_learns_that_another_task_cancelled_the_stream(
     async_client: AsyncClient, vision: CannedVision
-) -> None:
+):
     vision.endless = True
     stream = async_client.query(PICTURE, "q")
     await anext(stream)
@@ -147,7 +141,7 @@ async def test_a_reader_learns_that_another_task_cancelled_the_stream(
 
 async def test_a_cancelled_task_cancels_its_stream_and_stays_cancelled(
     async_client: AsyncClient, vision: CannedVision
-) -> None:
+):
     vision.endless = True
     stream = async_client.query(PICTURE, "q")
     await anext(stream)
@@ -159,7 +153,7 @@ async def test_a_cancelled_task_cancels_its_stream_and_stays_cancelled(
     assert await _was_cancelled(vision)
 
 
-async def test_cancelling_a_finished_stream_does_nothing(async_client: AsyncClient) -> None:
+async def test_cancelling_a_finished_stream_does_nothing(async_client: AsyncClient):
     stream = async_client.query(PICTURE, "q")
     result = await stream.result()
     stream.cancel()
@@ -168,7 +162,7 @@ async def test_cancelling_a_finished_stream_does_nothing(async_client: AsyncClie
 
 async def test_failures_of_streams_and_of_single_answers_are_the_same_errors(
     async_client: AsyncClient, vision: CannedVision
-) -> None:
+):
     refused = canned.status(code_pb2.INVALID_ARGUMENT, "no", canned.error_info("INVALID_REQUEST"))
     vision.failures = [refused, refused]
     with pytest.raises(InvalidRequest):
@@ -177,7 +171,7 @@ async def test_failures_of_streams_and_of_single_answers_are_the_same_errors(
         await async_client.point(PICTURE, "kite")
 
 
-async def test_without_a_server_calls_fail_soon() -> None:
+async def test_without_a_server_calls_fail_soon():
     with socket.socket() as unused:
         unused.bind(("127.0.0.1", 0))
         async with AsyncClient(f"127.0.0.1:{unused.getsockname()[1]}") as client:
@@ -189,7 +183,7 @@ async def test_without_a_server_calls_fail_soon() -> None:
     ("blocking", "awaiting"),
     [(Client, AsyncClient), (TextStream, AsyncTextStream), (SegmentStream, AsyncSegmentStream)],
 )
-def test_both_clients_offer_the_same_calls_with_the_same_arguments(blocking: type, awaiting: type) -> None:
+def test_both_clients_offer_the_same_calls_with_the_same_arguments(blocking: type, awaiting: type):
     def arguments(kind: type) -> dict[str, list[tuple[str, object, object, str]]]:
         methods = inspect.getmembers(kind, inspect.isfunction)
         return {

@@ -1,7 +1,5 @@
 """What both clients send with a call, so that a balancer takes all calls about one image to one server."""
 
-from __future__ import annotations
-
 import hashlib
 from collections.abc import AsyncIterator, Iterator
 
@@ -38,23 +36,23 @@ async def async_client(address: str) -> AsyncIterator[AsyncClient]:
         yield client
 
 
-def test_every_call_about_an_image_tells_its_digest(client: Client, vision: CannedVision) -> None:
+def test_every_call_about_an_image_tells_its_digest(client: Client, vision: CannedVision):
     num_calls = ask_with_every_call(client, PICTURE)
     assert sent(vision) == [(digest(PICTURE), None)] * num_calls
 
 
-def test_pixels_are_told_by_their_bytes(client: Client, vision: CannedVision) -> None:
+def test_pixels_are_told_by_their_bytes(client: Client, vision: CannedVision):
     client.point(RawImage(bytes(24), 3, 2, "rgba8"), "kite")
     assert sent(vision) == [(digest(bytes(24)), None)]
 
 
-def test_calls_without_an_image_or_with_an_address_tell_none(client: Client, vision: CannedVision) -> None:
+def test_calls_without_an_image_or_with_an_address_tell_none(client: Client, vision: CannedVision):
     client.complete_query(None, "q")
     client.point("https://example.com/kite.png", "kite")
     assert sent(vision) == [(None, None)] * 2
 
 
-def test_a_stored_image_has_the_digest_that_it_had_when_it_was_stored(client: Client, vision: CannedVision) -> None:
+def test_a_stored_image_has_the_digest_that_it_had_when_it_was_stored(client: Client, vision: CannedVision):
     image = client.upload_image(PICTURE)
     client.get_image(image)
     client.point(image, "kite")
@@ -65,14 +63,14 @@ def test_a_stored_image_has_the_digest_that_it_had_when_it_was_stored(client: Cl
     assert found == [(digest(PICTURE), None), (digest(PICTURE), "1"), (digest(PICTURE), "1")]
 
 
-def test_what_is_no_name_of_a_stored_image_tells_nothing(client: Client, vision: CannedVision) -> None:
+def test_what_is_no_name_of_a_stored_image_tells_nothing(client: Client, vision: CannedVision):
     for name in ("sha256:", "sha256:" + "A" * 64, "sha256:" + "é" * 64, "sha256:" + "a" * 65):
         with pytest.raises(Exception, match="no such image"):
             client.point(name, "kite")
     assert sent(vision) == [(None, None)] * 4
 
 
-def test_an_image_that_the_client_stores_by_itself_keeps_its_digest(client: Client, vision: CannedVision) -> None:
+def test_an_image_that_the_client_stores_by_itself_keeps_its_digest(client: Client, vision: CannedVision):
     client.point(LARGE, "kite")
     client.point(LARGE, "kite")
     vision.images.stored.clear()
@@ -83,7 +81,7 @@ def test_an_image_that_the_client_stores_by_itself_keeps_its_digest(client: Clie
     assert [(data.get(DIGEST), data.get(STORED)) for data in vision.images.metadata] == [(key, None)] * 2
 
 
-async def test_the_awaiting_client_tells_the_same(async_client: AsyncClient, vision: CannedVision) -> None:
+async def test_the_awaiting_client_tells_the_same(async_client: AsyncClient, vision: CannedVision):
     await async_client.query(PICTURE, "q").result()
     await async_client.point(RawImage(bytes(24), 3, 2, "rgba8"), "kite")
     await async_client.complete_query(None, "q")

@@ -1,7 +1,5 @@
 """Many calls at a time, in both clients."""
 
-from __future__ import annotations
-
 import asyncio
 import threading
 from collections.abc import Iterator
@@ -18,7 +16,7 @@ from tests.client.canned import CannedVision
 PICTURE = b"picture"
 
 
-def test_outcomes_come_in_the_order_of_the_jobs(client: Client, vision: CannedVision) -> None:
+def test_outcomes_come_in_the_order_of_the_jobs(client: Client, vision: CannedVision):
     jobs = [Job("point", PICTURE, f"kite {number}") for number in range(40)]
     outcomes = list(client.map(jobs, concurrency=8))
     assert [outcome.job for outcome in outcomes] == jobs
@@ -29,7 +27,7 @@ def test_outcomes_come_in_the_order_of_the_jobs(client: Client, vision: CannedVi
     assert {request.object for request in vision.requests} == {f"kite {number}" for number in range(40)}
 
 
-def test_every_skill_may_be_a_job(client: Client) -> None:
+def test_every_skill_may_be_a_job(client: Client):
     jobs = [
         Job("query", PICTURE, "what?", temperature=0),
         Job("query", None, "what?"),
@@ -42,7 +40,7 @@ def test_every_skill_may_be_a_job(client: Client) -> None:
     assert [outcome.error for outcome in client.map(jobs)] == [None] * len(jobs)
 
 
-def test_a_failed_job_does_not_stop_the_others(client: Client, vision: CannedVision, tmp_path: Path) -> None:
+def test_a_failed_job_does_not_stop_the_others(client: Client, vision: CannedVision, tmp_path: Path):
     vision.failures = [canned.status(code_pb2.INVALID_ARGUMENT, "no", canned.error_info("INVALID_REQUEST"))]
     jobs = [Job("query", PICTURE, "a"), Job("query", tmp_path / "none.png", "b"), Job("query", PICTURE, "c")]
     seen: list[Progress] = []
@@ -54,16 +52,14 @@ def test_a_failed_job_does_not_stop_the_others(client: Client, vision: CannedVis
     assert seen == [Progress(1, 1, 3), Progress(2, 2, 3), Progress(3, 2, 3)]
 
 
-def test_a_job_waits_for_a_place_in_the_queue(address: str, vision: CannedVision) -> None:
+def test_a_job_waits_for_a_place_in_the_queue(address: str, vision: CannedVision):
     vision.failures = [canned.queue_full()] * 3
     with Client(address, max_retry_s=0) as client:
         assert [outcome.error for outcome in client.map([Job("caption", PICTURE)] * 4)] == [None] * 4
     assert len(vision.requests) == 7
 
 
-async def test_a_streamed_job_waits_as_well_and_has_the_result_of_its_stream(
-    address: str, vision: CannedVision
-) -> None:
+async def test_a_streamed_job_waits_as_well_and_has_the_result_of_its_stream(address: str, vision: CannedVision):
     vision.failures = [canned.queue_full()]
     job = Job("query", PICTURE, "what?", is_streamed=True)
     async with AsyncClient(address, max_retry_s=0) as client:
@@ -72,7 +68,7 @@ async def test_a_streamed_job_waits_as_well_and_has_the_result_of_its_stream(
     assert [type(request).__name__ for request in vision.requests] == ["QueryRequest"] * 2
 
 
-def test_jobs_are_taken_from_a_generator_as_far_as_needed(client: Client) -> None:
+def test_jobs_are_taken_from_a_generator_as_far_as_needed(client: Client):
     taken: list[int] = []
 
     def jobs() -> Iterator[Job]:
@@ -88,7 +84,7 @@ def test_jobs_are_taken_from_a_generator_as_far_as_needed(client: Client) -> Non
     assert seen[0].total_count is None
 
 
-def test_mistakes_in_jobs_are_raised(client: Client) -> None:
+def test_mistakes_in_jobs_are_raised(client: Client):
     wrong: Any = "qery"
     with pytest.raises(ValueError, match="one of query, caption, point"):
         Job(wrong, PICTURE)
@@ -101,7 +97,7 @@ def test_mistakes_in_jobs_are_raised(client: Client) -> None:
     assert list(client.map([])) == []
 
 
-async def test_the_asyncio_client_does_the_same(address: str, vision: CannedVision) -> None:
+async def test_the_asyncio_client_does_the_same(address: str, vision: CannedVision):
     vision.failures = [canned.status(code_pb2.INVALID_ARGUMENT, "no", canned.error_info("INVALID_REQUEST"))]
     jobs = [Job("point", PICTURE, f"kite {number}") for number in range(20)]
     seen: list[Progress] = []
@@ -113,7 +109,7 @@ async def test_the_asyncio_client_does_the_same(address: str, vision: CannedVisi
     assert seen[-1] == Progress(20, 1, 20)
 
 
-async def test_calls_of_an_asyncio_batch_that_is_left_are_cancelled(vision: CannedVision) -> None:
+async def test_calls_of_an_asyncio_batch_that_is_left_are_cancelled(vision: CannedVision):
     has_begun, may_answer = threading.Event(), threading.Event()
     answer = vision.Point
 

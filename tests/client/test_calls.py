@@ -1,7 +1,5 @@
 """Every failure of a call, in both clients, is an error of this package with the id that the server was sent."""
 
-from __future__ import annotations
-
 import socket
 from typing import Any
 
@@ -26,7 +24,7 @@ from tests.client.canned import CannedVision
 PICTURE = b"picture"
 
 
-def test_a_deadline_names_the_request_that_was_sent(client: Client, vision: CannedVision) -> None:
+def test_a_deadline_names_the_request_that_was_sent(client: Client, vision: CannedVision):
     vision.endless = True
     stream = client.query(PICTURE, "q", timeout_s=0.2)
     with pytest.raises(DeadlineExceeded) as caught:
@@ -35,7 +33,7 @@ def test_a_deadline_names_the_request_that_was_sent(client: Client, vision: Cann
     assert (caught.value.reason, str(caught.value)) == ("DEADLINE_EXCEEDED", "no answer within 0.2 s")
 
 
-def test_a_cancelled_stream_names_its_request(client: Client, vision: CannedVision) -> None:
+def test_a_cancelled_stream_names_its_request(client: Client, vision: CannedVision):
     vision.endless = True
     with client.query(PICTURE, "q") as stream:
         next(stream)
@@ -45,7 +43,7 @@ def test_a_cancelled_stream_names_its_request(client: Client, vision: CannedVisi
     assert caught.value.reason == "CANCELLED"
 
 
-async def test_the_asyncio_client_names_requests_too(address: str, vision: CannedVision) -> None:
+async def test_the_asyncio_client_names_requests_too(address: str, vision: CannedVision):
     vision.endless = True
     async with AsyncClient(address) as client:
         stream = client.query(PICTURE, "q", timeout_s=0.2, request_id="mine")
@@ -59,7 +57,7 @@ async def test_the_asyncio_client_names_requests_too(address: str, vision: Canne
         assert (cancelled.value.request_id, cancelled.value.reason) == (stream.request_id, "CANCELLED")
 
 
-def test_the_id_of_the_server_wins(client: Client, vision: CannedVision) -> None:
+def test_the_id_of_the_server_wins(client: Client, vision: CannedVision):
     info = canned.error_info("INTERNAL", requestId="r-7")
     vision.failures = [canned.status(code_pb2.INTERNAL, "internal error", info)]
     with pytest.raises(ServerError) as caught:
@@ -67,7 +65,7 @@ def test_the_id_of_the_server_wins(client: Client, vision: CannedVision) -> None
     assert caught.value.request_id == "r-7"
 
 
-def test_without_a_server_the_error_has_a_request_id() -> None:
+def test_without_a_server_the_error_has_a_request_id():
     with socket.socket() as unused:
         unused.bind(("127.0.0.1", 0))
         with Client(f"127.0.0.1:{unused.getsockname()[1]}", max_retries=0) as client:
@@ -76,7 +74,7 @@ def test_without_a_server_the_error_has_a_request_id() -> None:
             assert (caught.value.reason, bool(caught.value.request_id)) == ("SERVER_UNREACHABLE", True)
 
 
-def test_a_closed_client_says_so(address: str) -> None:
+def test_a_closed_client_says_so(address: str):
     client = Client(address)
     client.close()
     client.close()
@@ -93,7 +91,7 @@ def test_a_closed_client_says_so(address: str) -> None:
         client.server_info()
 
 
-async def test_a_closed_asyncio_client_says_so(address: str) -> None:
+async def test_a_closed_asyncio_client_says_so(address: str):
     client = AsyncClient(address)
     await client.close()
     with pytest.raises(ClientClosed) as caught:
@@ -103,7 +101,7 @@ async def test_a_closed_asyncio_client_says_so(address: str) -> None:
         await client.query(PICTURE, "q").result()
 
 
-def test_mistakes_that_the_client_finds_name_the_request_too(client: Client, vision: CannedVision) -> None:
+def test_mistakes_that_the_client_finds_name_the_request_too(client: Client, vision: CannedVision):
     wrong: Any = 7
     calls = (
         lambda: client.caption(PICTURE, length=wrong, request_id="mine"),
@@ -122,7 +120,7 @@ def test_mistakes_that_the_client_finds_name_the_request_too(client: Client, vis
     assert vision.requests == []
 
 
-async def test_mistakes_that_the_asyncio_client_finds_name_the_request_too(address: str) -> None:
+async def test_mistakes_that_the_asyncio_client_finds_name_the_request_too(address: str):
     wrong: Any = 7
     async with AsyncClient(address) as client:
         for call in (
@@ -140,7 +138,7 @@ async def test_mistakes_that_the_asyncio_client_finds_name_the_request_too(addre
 @pytest.mark.parametrize("retries", [0, 1, 4])
 def test_a_call_that_no_server_takes_is_retried_as_often_as_the_client_says(
     retries: int, address: str, vision: CannedVision
-) -> None:
+):
     draining = canned.status(code_pb2.UNAVAILABLE, "draining", canned.error_info("DRAINING"))
     vision.failures = [draining] * 6
     with Client(address, max_retries=retries) as client, pytest.raises(KestrelClientError):
@@ -150,14 +148,14 @@ def test_a_call_that_no_server_takes_is_retried_as_often_as_the_client_says(
 
 
 @pytest.mark.parametrize("retries", [-1, 5])
-def test_a_number_of_retries_that_grpc_cannot_make_is_refused(retries: int) -> None:
+def test_a_number_of_retries_that_grpc_cannot_make_is_refused(retries: int):
     with pytest.raises(ValueError, match="between 0 and 4"):
         Client(max_retries=retries)
 
 
 def test_address_and_token_may_come_from_the_environment(
     address: str, vision: CannedVision, monkeypatch: pytest.MonkeyPatch
-) -> None:
+):
     monkeypatch.setenv("KESTREL_GRPC_ADDRESS", address)
     monkeypatch.setenv("KESTREL_GRPC_TOKEN", "secret\n")
     with Client() as client:
@@ -175,7 +173,7 @@ def test_address_and_token_may_come_from_the_environment(
 
 async def test_the_asyncio_client_reads_the_environment_too(
     address: str, vision: CannedVision, monkeypatch: pytest.MonkeyPatch
-) -> None:
+):
     monkeypatch.setenv("KESTREL_GRPC_ADDRESS", address)
     monkeypatch.setenv("KESTREL_GRPC_TOKEN", "secret")
     async with AsyncClient() as client:
@@ -184,7 +182,7 @@ async def test_the_asyncio_client_reads_the_environment_too(
 
 
 @pytest.mark.parametrize("token", ["schlüssel", "a\nb"])
-def test_a_token_that_no_call_can_carry_is_refused_and_not_printed(token: str) -> None:
+def test_a_token_that_no_call_can_carry_is_refused_and_not_printed(token: str):
     with pytest.raises(ValueError, match="token") as caught:
         Client(token=token)
     assert token not in str(caught.value)

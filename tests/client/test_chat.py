@@ -1,7 +1,5 @@
 """Conversations by both clients: what they send, what they return, and where a balancer takes them."""
 
-from __future__ import annotations
-
 import hashlib
 from collections.abc import AsyncIterator, Iterator
 from typing import Any
@@ -54,7 +52,7 @@ def keys(vision: CannedVision) -> list[tuple[Any, Any, Any]]:
     return [(each.get(ROUTE), each.get(DIGEST), each.get(STORED)) for each in vision.metadata]
 
 
-def test_a_conversation_is_streamed_and_completed(client: Client, vision: CannedVision) -> None:
+def test_a_conversation_is_streamed_and_completed(client: Client, vision: CannedVision):
     stream = client.chat(turns(SMALL, OTHER, "https://example.com/a.png"), reasoning=True, max_tokens=7)
     deltas = list(stream.deltas())
     whole = client.complete_chat(turns(SMALL, OTHER, "https://example.com/a.png"), reasoning=True, max_tokens=7)
@@ -82,7 +80,7 @@ def test_a_conversation_is_streamed_and_completed(client: Client, vision: Canned
     assert keys(vision) == [(key(SMALL), None, None)] * 2
 
 
-async def test_the_awaiting_client_does_the_same(async_client: AsyncClient, vision: CannedVision) -> None:
+async def test_the_awaiting_client_does_the_same(async_client: AsyncClient, vision: CannedVision):
     stream = async_client.chat(turns(SMALL, OTHER))
     assert "".join([piece async for piece in stream]) == (await async_client.complete_chat(turns(SMALL))).answer
     assert [sent_images(request) for request in vision.requests] == [
@@ -92,14 +90,14 @@ async def test_the_awaiting_client_does_the_same(async_client: AsyncClient, visi
     assert keys(vision) == [(key(SMALL), None, None)] * 2
 
 
-def test_turns_of_a_conversation_go_where_its_first_image_is(client: Client, vision: CannedVision) -> None:
+def test_turns_of_a_conversation_go_where_its_first_image_is(client: Client, vision: CannedVision):
     client.complete_chat([ChatMessage("user", "hi")])
     client.complete_chat([ChatMessage("user", "hi", ["https://example.com/a.png", SMALL])])
     client.complete_chat([ChatMessage("user", "hi", [RawImage(bytes(24), 3, 2, "rgba8"), SMALL])])
     assert keys(vision) == [(None, None, None), (None, None, None), (key(bytes(24)), None, None)]
 
 
-def test_large_images_are_stored_with_the_conversation_and_named(client: Client, vision: CannedVision) -> None:
+def test_large_images_are_stored_with_the_conversation_and_named(client: Client, vision: CannedVision):
     for _ in range(3):
         client.complete_chat(turns(SMALL, LARGE, LARGER))
     forms = [[form for form, _ in sent_images(request)] for request in vision.requests]
@@ -115,7 +113,7 @@ def test_large_images_are_stored_with_the_conversation_and_named(client: Client,
     assert len(vision.images.stored) == 2
 
 
-def test_a_stored_image_is_named_by_what_was_returned(client: Client, vision: CannedVision) -> None:
+def test_a_stored_image_is_named_by_what_was_returned(client: Client, vision: CannedVision):
     image = client.upload_image(SMALL)
     client.complete_chat([ChatMessage("user", "hi", [image, image.image_id])])
     (request,) = vision.requests
@@ -123,7 +121,7 @@ def test_a_stored_image_is_named_by_what_was_returned(client: Client, vision: Ca
     assert keys(vision) == [(key(SMALL), None, "1")]
 
 
-def test_a_refused_conversation_is_sent_again_whole(client: Client, vision: CannedVision) -> None:
+def test_a_refused_conversation_is_sent_again_whole(client: Client, vision: CannedVision):
     from google.protobuf.duration_pb2 import Duration
     from google.rpc.error_details_pb2 import RetryInfo
 
@@ -147,13 +145,13 @@ def test_a_refused_conversation_is_sent_again_whole(client: Client, vision: Cann
         ([ChatMessage("user", "hi", [SMALL, 3])], "messages[0].images[1]"),  # pyrefly: ignore[bad-argument-type]
     ],
 )
-def test_arguments_of_a_wrong_type_are_named(client: Client, messages: Any, field: str) -> None:
+def test_arguments_of_a_wrong_type_are_named(client: Client, messages: Any, field: str):
     with pytest.raises(InvalidRequest) as caught:
         client.complete_chat(messages)
     assert [violation.field for violation in caught.value.violations] == [field]
 
 
-def test_a_job_may_be_a_conversation(client: Client, vision: CannedVision) -> None:
+def test_a_job_may_be_a_conversation(client: Client, vision: CannedVision):
     jobs = [Job("chat", None, turns(SMALL)), Job("chat", None, turns(OTHER), is_streamed=True, max_tokens=3)]
     outcomes = list(client.map(jobs))
     assert [outcome.error for outcome in outcomes] == [None, None]
@@ -169,7 +167,7 @@ def test_a_job_may_be_a_conversation(client: Client, vision: CannedVision) -> No
 )
 def test_messages_that_are_no_list_are_refused_before_they_are_sent(
     messages: Any, client: Client, vision: CannedVision
-) -> None:
+):
     for call in (client.chat, client.complete_chat):
         with pytest.raises(InvalidRequest, match="messages: are messages in a list"):
             call(messages)

@@ -1,7 +1,5 @@
 """The command line, against a canned server."""
 
-from __future__ import annotations
-
 import argparse
 import json
 import os
@@ -39,14 +37,14 @@ def _run(*words: str) -> int:
     return arguments.run(arguments)
 
 
-def test_a_query_prints_its_answer(address: str, picture: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_query_prints_its_answer(address: str, picture: str, capsys: pytest.CaptureFixture[str]):
     assert _run("query", picture, "what?", "--address", address) == 0
     assert capsys.readouterr() == ("A red kite – höher.\n", "")
 
 
 def test_what_a_server_says_does_not_steer_a_terminal(
     address: str, vision: CannedVision, picture: str, capsys: pytest.CaptureFixture[str]
-) -> None:
+):
     vision.answer_pieces = ("a\x1b]0;title\x07", "\x9b31m\r\u202eb\n\tc")
     safe = "a\\x1b]0;title\\x07\\x9b31m\\r\\u202eb\n\tc\n"
     assert _run("query", picture, "what?", "--address", address) == 0
@@ -60,7 +58,7 @@ def test_what_a_server_says_does_not_steer_a_terminal(
     assert "no model \\x1b[2J" in capsys.readouterr().err
 
 
-def test_a_mistake_in_the_words_is_printed_before_the_usage(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_mistake_in_the_words_is_printed_before_the_usage(capsys: pytest.CaptureFixture[str]):
     for words in (["caption", "a.png", "--length", "huge\x1b[2J"], ["batch", "a"], ["query"], ["adapter"]):
         with pytest.raises(SystemExit) as ended:
             run(words)
@@ -71,17 +69,17 @@ def test_a_mistake_in_the_words_is_printed_before_the_usage(capsys: pytest.Captu
         assert "\x1b" not in first
 
 
-def test_a_query_may_do_without_an_image(address: str, vision: CannedVision) -> None:
+def test_a_query_may_do_without_an_image(address: str, vision: CannedVision):
     assert _run("query", "-", "what?", "--address", address) == 0
     assert not vision.requests[0].HasField("image")
 
 
-def test_reasoning_goes_beside_the_answer(address: str, picture: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_reasoning_goes_beside_the_answer(address: str, picture: str, capsys: pytest.CaptureFixture[str]):
     assert _run("query", picture, "what?", "--reasoning", "--address", address) == 0
     assert capsys.readouterr() == ("A red kite – höher.\n", f"{canned.THOUGHT}\n")
 
 
-def test_text_comes_out_while_it_is_being_written(address: str, vision: CannedVision) -> None:
+def test_text_comes_out_while_it_is_being_written(address: str, vision: CannedVision):
     vision.endless = True
     code = (
         "import argparse, sys; from kestrel_grpc.cli.ask import add_client_commands;"
@@ -100,13 +98,13 @@ def test_text_comes_out_while_it_is_being_written(address: str, vision: CannedVi
 
 def test_a_caption_has_the_length_asked_for(
     address: str, picture: str, vision: CannedVision, capsys: pytest.CaptureFixture[str]
-) -> None:
+):
     assert _run("caption", picture, "--length", "long", "--address", address) == 0
     assert capsys.readouterr().out == "Two boxes.\n"
     assert vision.requests[0].length == 3
 
 
-def test_places_are_printed_one_a_line(address: str, picture: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_places_are_printed_one_a_line(address: str, picture: str, capsys: pytest.CaptureFixture[str]):
     for command in ("point", "detect", "segment"):
         assert _run(command, picture, "kite", "--address", address) == 0
     assert capsys.readouterr().out.splitlines() == [
@@ -117,7 +115,7 @@ def test_places_are_printed_one_a_line(address: str, picture: str, capsys: pytes
     ]
 
 
-def test_the_least_score_is_sent(address: str, picture: str, vision: CannedVision) -> None:
+def test_the_least_score_is_sent(address: str, picture: str, vision: CannedVision):
     vision.score = 0.5
     for command in (
         ["point", picture],
@@ -133,7 +131,7 @@ def test_the_least_score_is_sent(address: str, picture: str, vision: CannedVisio
 
 def test_an_outline_that_is_partial_or_missing_is_told_apart(
     address: str, picture: str, capsys: pytest.CaptureFixture[str]
-) -> None:
+):
     for object in ("cloud", "unicorn"):
         assert _run("segment", picture, object, "--address", address) == 0
     complaints = "kestrel-grpc: the outline is not complete\nkestrel-grpc: no unicorn found\n"
@@ -142,7 +140,7 @@ def test_an_outline_that_is_partial_or_missing_is_told_apart(
 
 def test_outlines_are_printed_in_forms_of_coco_and_written_as_masks(
     address: str, picture: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+):
     mask, whole = tmp_path / "mask.png", Segment(canned.SVG_PATH, Box(0.25, 0.125, 0.75, 0.5))
     outline = ("segment", picture, "kite", "--address", address)
     assert _run(*outline, "--mask-format", "rle") == 0
@@ -169,14 +167,14 @@ def test_outlines_are_printed_in_forms_of_coco_and_written_as_masks(
         assert (empty.size, empty.getbbox()) == ((200, 100), None)
 
 
-def test_a_png_needs_a_file(address: str, picture: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_png_needs_a_file(address: str, picture: str, capsys: pytest.CaptureFixture[str]):
     assert _run("segment", picture, "kite", "--mask-format", "png", "--address", address) != 0
     assert "--mask-format png needs --mask" in capsys.readouterr().err
 
 
 def test_embeddings_are_printed_or_written_for_numpy(
     address: str, picture: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+):
     out = tmp_path / "mean.npy"
     assert _run("embed", picture, "--address", address) == 0
     assert capsys.readouterr().out == "0.5 -1 0.25\n"
@@ -196,16 +194,14 @@ def test_embeddings_are_printed_or_written_for_numpy(
         assert np.load(out).dtype == dtype
 
 
-def test_a_file_of_embeddings_stays_where_no_picture_has_one(address: str, picture: str, tmp_path: Path) -> None:
+def test_a_file_of_embeddings_stays_where_no_picture_has_one(address: str, picture: str, tmp_path: Path):
     out = tmp_path / "mean.npy"
     assert _run("embed", picture, picture, "--out", str(out), "--address", address) == 0
     assert _run("embed", "none.png", "no.png", "--out", str(out), "--address", address) == 1
     assert len(np.load(out)) == 2
 
 
-def test_patches_need_a_file_and_one_picture(
-    address: str, picture: str, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_patches_need_a_file_and_one_picture(address: str, picture: str, capsys: pytest.CaptureFixture[str]):
     assert _run("embed", picture, "--patches", "--address", address) != 0
     assert _run("embed", picture, picture, "--patches", "--out", "x.npy", "--address", address) != 0
     assert capsys.readouterr().err.count("--patches needs --out, and one image") == 2
@@ -213,7 +209,7 @@ def test_patches_need_a_file_and_one_picture(
 
 def test_the_target_of_a_gaze_is_printed_and_drawn(
     address: str, picture: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+):
     drawn = tmp_path / "drawn.png"
     assert _run("gaze", picture, "0.25", "0.125", "--draw", str(drawn), "--address", address) == 0
     assert Image.open(drawn).getpixel((50, 50)) == COLOURS[0]
@@ -222,9 +218,7 @@ def test_the_target_of_a_gaze_is_printed_and_drawn(
     assert capsys.readouterr() == ("0.2500 0.5000\n", f"kestrel-grpc: drawn in {drawn}\n{complaint}")
 
 
-def test_json_holds_the_whole_result_in_one_line(
-    address: str, picture: str, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_json_holds_the_whole_result_in_one_line(address: str, picture: str, capsys: pytest.CaptureFixture[str]):
     for words in (["query", picture, "q"], ["caption", picture], ["point", picture, "k"], ["detect", picture, "k"]):
         assert _run(*words, "--json", "--address", address) == 0
     answer, caption, points, objects = map(json.loads, capsys.readouterr().out.splitlines())
@@ -235,7 +229,7 @@ def test_json_holds_the_whole_result_in_one_line(
     assert objects["objects"][0]["box"]["y_max"] == 0.5
 
 
-def test_every_setting_reaches_the_server(address: str, picture: str, vision: CannedVision) -> None:
+def test_every_setting_reaches_the_server(address: str, picture: str, vision: CannedVision):
     sampling = ["--temperature", "0", "--top-p", "0.5", "--max-tokens", "7", "--seed", "3"]
     others = ["--max-objects", "2", "--timeout", "9", "--address", address]
     assert _run("detect", picture, "kite", *sampling, *others) == 0
@@ -248,7 +242,7 @@ def test_every_setting_reaches_the_server(address: str, picture: str, vision: Ca
 
 def test_every_setting_of_a_query_reaches_the_server(
     address: str, vision: CannedVision, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+):
     sampling = [
         "--stop",
         "a",
@@ -312,7 +306,7 @@ def folder(tmp_path: Path) -> Path:
 
 def test_several_pictures_and_folders_are_asked_about_in_order(
     address: str, picture: str, folder: Path, vision: CannedVision, capsys: pytest.CaptureFixture[str]
-) -> None:
+):
     names = [picture, str(folder / "a.png"), str(folder / "b.PNG")]
     assert run(["query", picture, str(folder), "--address", address, "what?"]) == 0
     assert capsys.readouterr().out.splitlines() == [f"{name}: A red kite – höher." for name in names]
@@ -328,7 +322,7 @@ def test_several_pictures_and_folders_are_asked_about_in_order(
 
 def test_a_failed_picture_does_not_stop_the_others(
     address: str, picture: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+):
     missing = str(tmp_path / "none.png")
     assert run(["caption", missing, picture, "--address", address]) == 1
     told = capsys.readouterr()
@@ -336,16 +330,14 @@ def test_a_failed_picture_does_not_stop_the_others(
     assert told.err == f"kestrel-grpc: {missing}: {missing}: No such file or directory\n"
 
 
-def test_a_folder_without_pictures_is_told(
-    address: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_folder_without_pictures_is_told(address: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     assert run(["caption", str(tmp_path), "--address", address]) == 1
     assert "the folder holds no pictures (.bmp, " in capsys.readouterr().err
 
 
 def test_several_pictures_are_drawn_into_a_folder(
     address: str, picture: str, folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+):
     drawn = tmp_path / "all" / "drawn"
     detect = ["detect", str(folder), "kite", "--address", address, "--draw"]
     assert run([*detect, str(drawn)]) == 0
@@ -359,7 +351,7 @@ def test_several_pictures_are_drawn_into_a_folder(
 
 def test_the_name_of_the_file_says_how_it_is_drawn(
     address: str, picture: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+):
     for name, format in (("x.jpg", "JPEG"), ("x.png", "PNG"), ("x.webp", "WEBP")):
         target = tmp_path / name
         assert _run("detect", picture, "kite", "--draw", str(target), "--address", address) == 0
@@ -373,7 +365,7 @@ def test_the_name_of_the_file_says_how_it_is_drawn(
 @pytest.mark.parametrize(("command", "place"), [("point", (50, 50)), ("detect", (50, 12)), ("segment", (100, 12))])
 def test_what_was_found_is_drawn_on_the_image(
     command: str, place: tuple[int, int], address: str, picture: str, tmp_path: Path
-) -> None:
+):
     drawn = tmp_path / "drawn.png"
     assert _run(command, picture, "kite", "--draw", str(drawn), "--address", address) == 0
     assert Image.open(drawn).getpixel(place) == COLOURS[0]
@@ -381,7 +373,7 @@ def test_what_was_found_is_drawn_on_the_image(
 
 def test_a_refusal_is_one_line_that_lists_what_is_wrong(
     address: str, picture: str, vision: CannedVision, capsys: pytest.CaptureFixture[str]
-) -> None:
+):
     bad_request = error_details_pb2.BadRequest()
     bad_request.field_violations.add(field="sampling.top_p", description="must be above 0")
     vision.failures = [canned.status(code_pb2.INVALID_ARGUMENT, "x", canned.error_info("R"), bad_request)]
@@ -391,14 +383,14 @@ def test_a_refusal_is_one_line_that_lists_what_is_wrong(
 
 def test_a_failure_of_the_server_names_the_request_to_look_for(
     address: str, picture: str, vision: CannedVision, capsys: pytest.CaptureFixture[str]
-) -> None:
+):
     info = canned.error_info("INTERNAL", requestId="r-7")
     vision.failures = [canned.status(code_pb2.INTERNAL, "internal error", info)]
     assert _run("caption", picture, "--address", address) == 1
     assert "r-7" in capsys.readouterr().err
 
 
-def test_a_missing_server_is_named(picture: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_missing_server_is_named(picture: str, capsys: pytest.CaptureFixture[str]):
     with socket.socket() as unused:
         unused.bind(("127.0.0.1", 0))
         address = f"127.0.0.1:{unused.getsockname()[1]}"
@@ -408,7 +400,7 @@ def test_a_missing_server_is_named(picture: str, capsys: pytest.CaptureFixture[s
 
 def test_an_unknown_host_name_is_told_apart_from_a_server_that_is_down(
     picture: str, capsys: pytest.CaptureFixture[str]
-) -> None:
+):
     assert _run("caption", picture, "--address", "no-such-host.invalid:50051") == 1
     complaint = capsys.readouterr().err
     assert complaint.startswith("kestrel-grpc: the name no-such-host.invalid cannot be resolved: ")
@@ -417,7 +409,7 @@ def test_an_unknown_host_name_is_told_apart_from_a_server_that_is_down(
 
 def test_a_wrong_token_is_told_from_a_missing_one(
     address: str, vision: CannedVision, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+):
     refusal = canned.status(code_pb2.UNAUTHENTICATED, "x", canned.error_info("TOKEN_INVALID"))
     vision.failures = [refusal] * 3
     query = ("query", "-", "q", "--address", address)
@@ -436,13 +428,13 @@ def test_a_wrong_token_is_told_from_a_missing_one(
 
 def test_a_server_that_takes_too_long_is_given_up(
     address: str, vision: CannedVision, capsys: pytest.CaptureFixture[str]
-) -> None:
+):
     vision.endless = True
     assert _run("query", "-", "q", "--timeout", "0.2", "--address", address) == 1
     assert "no answer within 0.2 s" in capsys.readouterr().err
 
 
-def test_a_missing_image_is_named(address: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_missing_image_is_named(address: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     missing = tmp_path / "none.png"
     for words in (["caption", str(missing)], ["point", str(missing), "kite"]):
         assert _run(*words, "--address", address) == 1
@@ -451,7 +443,7 @@ def test_a_missing_image_is_named(address: str, tmp_path: Path, capsys: pytest.C
 
 def test_a_number_too_large_for_its_field_is_one_line_too(
     address: str, picture: str, capsys: pytest.CaptureFixture[str]
-) -> None:
+):
     assert _run("caption", picture, "--max-tokens", "99999999999", "--address", address) == 1
     assert capsys.readouterr().err.count("\n") == 1
 
@@ -459,7 +451,7 @@ def test_a_number_too_large_for_its_field_is_one_line_too(
 @pytest.mark.parametrize(
     "words", [[], ["caption"], ["query", "a.png"], ["caption", "a.png", "--length", "epic"], ["point", "a.png"]]
 )
-def test_wrong_usage_exits_with_two(words: list[str]) -> None:
+def test_wrong_usage_exits_with_two(words: list[str]):
     with pytest.raises(SystemExit) as exited:
         _run(*words)
     assert exited.value.code == 2
@@ -468,7 +460,7 @@ def test_wrong_usage_exits_with_two(words: list[str]) -> None:
 @pytest.mark.parametrize("command", ["detect", "point"])
 def test_several_objects_are_one_call_whose_lines_name_them(
     command: str, address: str, vision: CannedVision, picture: str, capsys: pytest.CaptureFixture[str]
-) -> None:
+):
     words = ("--object", "dog", "--object", "cat", "--address", address)
     assert _run(command, picture, "kite", *words) == 0
     lines = capsys.readouterr().out.splitlines()
@@ -479,7 +471,7 @@ def test_several_objects_are_one_call_whose_lines_name_them(
 
 def test_an_object_without_an_answer_is_named_and_sets_the_status(
     address: str, picture: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+):
     words = ("kite", "--object", "unicorn", "--address", address)
     assert _run("detect", picture, *words) == 1
     shown = capsys.readouterr()

@@ -1,7 +1,5 @@
 """`kestrel-grpc chat`, from a pipe and on a terminal, against a canned server."""
 
-from __future__ import annotations
-
 import argparse
 import io
 import json
@@ -51,7 +49,7 @@ def said(request: Any) -> list[tuple[str, str, list[bytes]]]:
 
 def test_each_line_of_a_pipe_is_a_question_about_all_before(
     address: str, vision: CannedVision, picture: str, monkeypatch: pytest.MonkeyPatch, capsys: Any
-) -> None:
+):
     lines = f"What is it?\n\n/image {picture}\nAnd this?\n/new\nWho?\n/quit\nnot asked\n"
     words = (picture, "--system", "Be brief.", "--max-tokens", "7", "--address", address)
     assert _run(monkeypatch, lines, *words) == 0
@@ -66,13 +64,13 @@ def test_each_line_of_a_pipe_is_a_question_about_all_before(
 
 def test_reasoning_goes_beside_the_answer_and_not_into_the_next_turn(
     address: str, vision: CannedVision, monkeypatch: pytest.MonkeyPatch, capsys: Any
-) -> None:
+):
     assert _run(monkeypatch, "a\nb\n", "--reasoning", "--address", address) == 0
     assert capsys.readouterr() == (f"{ANSWER}\n" * 2, f"{canned.THOUGHT}\n" * 2)
     assert said(vision.requests[1])[1] == ("assistant", ANSWER, [])
 
 
-def test_results_may_be_lines_of_json(address: str, monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
+def test_results_may_be_lines_of_json(address: str, monkeypatch: pytest.MonkeyPatch, capsys: Any):
     assert _run(monkeypatch, "a\nb\n", "--json", "--address", address) == 0
     assert [json.loads(line)["answer"] for line in capsys.readouterr().out.splitlines()] == [ANSWER] * 2
 
@@ -80,7 +78,7 @@ def test_results_may_be_lines_of_json(address: str, monkeypatch: pytest.MonkeyPa
 @pytest.mark.parametrize("line", ["/image no.png", "/image", "/colour"])
 def test_a_mistake_in_a_pipe_ends_the_command(
     address: str, vision: CannedVision, monkeypatch: pytest.MonkeyPatch, capsys: Any, line: str
-) -> None:
+):
     assert _run(monkeypatch, f"{line}\nWhat?\n", "--address", address) == 1
     assert line.split()[-1] in capsys.readouterr().err
     assert vision.requests == []
@@ -88,7 +86,7 @@ def test_a_mistake_in_a_pipe_ends_the_command(
 
 def test_the_part_of_an_answer_that_came_before_a_failure_is_a_line(
     address: str, vision: CannedVision, monkeypatch: pytest.MonkeyPatch, capsys: Any
-) -> None:
+):
     vision.fails_midway = True
     assert _run(monkeypatch, "What?\n", "--address", address) == 1
     shown = capsys.readouterr()
@@ -96,9 +94,7 @@ def test_the_part_of_an_answer_that_came_before_a_failure_is_a_line(
     assert "a failed step" in shown.err
 
 
-def test_on_a_terminal_a_failed_question_is_not_part_of_the_conversation(
-    address: str, vision: CannedVision
-) -> None:
+def test_on_a_terminal_a_failed_question_is_not_part_of_the_conversation(address: str, vision: CannedVision):
     vision.failures = [canned.status(code_pb2.INVALID_ARGUMENT, "too long")]
     code = (
         "import argparse, sys; from kestrel_grpc.cli.chat import add_chat_command;"

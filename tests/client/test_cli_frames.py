@@ -1,7 +1,5 @@
 """The command frames against a canned server, and images that follow each other in a pipe."""
 
-from __future__ import annotations
-
 import io
 import json
 import sys
@@ -41,13 +39,13 @@ class Slow(io.BytesIO):
         return super().read1(min(7, size or 7))
 
 
-def test_images_in_a_pipe_are_divided_where_each_ends() -> None:
+def test_images_in_a_pipe_are_divided_where_each_ends():
     assert list(split_images(io.BytesIO(b"".join(PICTURES)))) == PICTURES
     assert list(split_images(Slow(b"".join(PICTURES)))) == PICTURES
     assert list(split_images(io.BytesIO())) == []
 
 
-def test_what_fills_the_space_between_images_of_a_pipe_is_skipped() -> None:
+def test_what_fills_the_space_between_images_of_a_pipe_is_skipped():
     padded = b"\n".join(picture + bytes(70_000) for picture in PICTURES)
     assert list(split_images(io.BytesIO(padded))) == PICTURES
     assert list(split_images(Slow(padded))) == PICTURES
@@ -57,7 +55,7 @@ CUT_OFF = (PICTURES[0][:-1], PICTURES[1][:-3], b"\xff\xd8\xff\xe0\0\0", b"\xff")
 
 
 @pytest.mark.parametrize("data", [b"GIF89a", *CUT_OFF])
-def test_a_pipe_without_images_is_refused_in_one_line(data: bytes) -> None:
+def test_a_pipe_without_images_is_refused_in_one_line(data: bytes):
     with pytest.raises(ValueError, match="stdin"):
         list(split_images(io.BytesIO(data)))
 
@@ -68,7 +66,7 @@ def lines(capsys: pytest.CaptureFixture[str]) -> list[dict[str, object]]:
 
 def test_each_frame_of_a_folder_has_a_line(
     address: str, vision: CannedVision, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+):
     for number, data in enumerate(PICTURES):
         (tmp_path / f"{number}.png").write_bytes(data)
     assert main(["frames", str(tmp_path), "car", "--track", "--max-objects", "7", "--address", address]) == 0
@@ -89,13 +87,13 @@ def test_each_frame_of_a_folder_has_a_line(
 
 def test_frames_from_a_pipe_are_looked_at_as_of_a_camera_where_asked_for(
     address: str, vision: CannedVision, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+):
     monkeypatch.setattr(sys, "stdin", SimpleNamespace(buffer=io.BytesIO(b"".join(PICTURES))))
     assert main(["frames", "-", "car", "--points", "--live", "--address", address]) == 0
     assert {line["name"] for line in lines(capsys)} == {"-"}
     assert not vision.requests[0].settings.every_frame
 
 
-def test_what_excludes_each_other_is_refused(address: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_what_excludes_each_other_is_refused(address: str, capsys: pytest.CaptureFixture[str]):
     assert main(["frames", "-", "car", "--points", "--track", "--address", address]) == 1
     assert "--points" in capsys.readouterr().err

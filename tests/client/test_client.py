@@ -1,7 +1,5 @@
 """The blocking client, against a canned server."""
 
-from __future__ import annotations
-
 import hashlib
 import socket
 import struct
@@ -45,7 +43,7 @@ from tests.client.canned import CannedVision
 PICTURE = b"picture"
 
 
-def test_query_yields_the_answer_as_it_is_written_and_then_the_result(client: Client) -> None:
+def test_query_yields_the_answer_as_it_is_written_and_then_the_result(client: Client):
     stream = client.query(PICTURE, "what?")
     assert list(stream) == list(canned.ANSWER_PIECES)
     result = stream.result()
@@ -56,11 +54,11 @@ def test_query_yields_the_answer_as_it_is_written_and_then_the_result(client: Cl
     assert result.timing.decode_s == 1.5
 
 
-def test_result_may_be_taken_without_reading_the_pieces(client: Client) -> None:
+def test_result_may_be_taken_without_reading_the_pieces(client: Client):
     assert client.query(PICTURE, "what?").result().answer == "A red kite – höher."
 
 
-def test_result_may_be_taken_in_the_middle_of_the_pieces(client: Client) -> None:
+def test_result_may_be_taken_in_the_middle_of_the_pieces(client: Client):
     stream = client.query(PICTURE, "what?")
     for piece in stream:
         assert piece == canned.ANSWER_PIECES[0]
@@ -68,7 +66,7 @@ def test_result_may_be_taken_in_the_middle_of_the_pieces(client: Client) -> None
     assert stream.result().answer == "A red kite – höher."
 
 
-def test_pieces_are_of_the_answer_alone_and_deltas_of_every_channel(client: Client) -> None:
+def test_pieces_are_of_the_answer_alone_and_deltas_of_every_channel(client: Client):
     assert "".join(client.query(PICTURE, "what?", reasoning=True)) == "A red kite – höher."
     stream = client.query(PICTURE, "what?", reasoning=True)
     deltas = list(stream.deltas())
@@ -79,26 +77,26 @@ def test_pieces_are_of_the_answer_alone_and_deltas_of_every_channel(client: Clie
     assert reasoning.groundings[0].points == (Point(0.5, 0.25),)
 
 
-def test_complete_query_equals_the_result_of_the_stream(client: Client) -> None:
+def test_complete_query_equals_the_result_of_the_stream(client: Client):
     whole = client.complete_query(None, "what?", reasoning=True)
     assert whole == client.query(None, "what?", reasoning=True).result()
 
 
-def test_caption_streams_and_completes_alike(client: Client, vision: CannedVision) -> None:
+def test_caption_streams_and_completes_alike(client: Client, vision: CannedVision):
     stream = client.caption(PICTURE, length="short")
     assert list(stream) == list(canned.CAPTION_PIECES)
     assert stream.result() == client.complete_caption(PICTURE, length="short")
     assert [request.length for request in vision.requests] == [1, 1]
 
 
-def test_places_come_back_as_plain_values(client: Client) -> None:
+def test_places_come_back_as_plain_values(client: Client):
     box = Box(0.25, 0.125, 0.75, 0.5)
     assert client.point(PICTURE, "kite").points == (Point(0.25, 0.5), Point(0.75, 1.0))
     assert client.detect(PICTURE, "kite").objects == (DetectedObject(box),)
     assert client.segment(PICTURE, "kite").segments == (Segment(canned.SVG_PATH, box),)
 
 
-def test_an_outline_grows_from_its_box_to_the_whole(client: Client) -> None:
+def test_an_outline_grows_from_its_box_to_the_whole(client: Client):
     stream = client.stream_segment(PICTURE, "kite")
     segments = list(stream)
     assert [segment.svg_path for segment in segments] == ["", "M 0 0", "M 0 0 L 1 0", canned.SVG_PATH]
@@ -107,13 +105,13 @@ def test_an_outline_grows_from_its_box_to_the_whole(client: Client) -> None:
     assert stream.result() == client.segment(PICTURE, "kite")
 
 
-def test_an_outline_tells_whether_it_is_partial(client: Client) -> None:
+def test_an_outline_tells_whether_it_is_partial(client: Client):
     (segment,) = client.segment(PICTURE, "cloud").segments
     assert segment.is_partial
     assert client.stream_segment(PICTURE, "cloud").result().segments == (segment,)
 
 
-def test_the_stream_of_an_outline_that_is_not_found_is_empty(client: Client) -> None:
+def test_the_stream_of_an_outline_that_is_not_found_is_empty(client: Client):
     stream = client.stream_segment(PICTURE, "unicorn")
     assert list(stream) == []
     assert stream.result().segments == ()
@@ -121,7 +119,7 @@ def test_the_stream_of_an_outline_that_is_not_found_is_empty(client: Client) -> 
 
 def test_several_objects_have_a_group_each_and_an_error_of_one_is_an_exception(
     client: Client, vision: CannedVision
-) -> None:
+):
     found = client.detect(PICTURE, ["car", "unicorn"], max_objects=2)
     assert (found.object, found.objects) == ("", ())
     car, unicorn = found.groups
@@ -136,7 +134,7 @@ def test_several_objects_have_a_group_each_and_an_error_of_one_is_an_exception(
     assert client.detect(PICTURE, "car").groups == ()
 
 
-def test_what_is_found_comes_one_by_one_with_what_was_looked_for(client: Client) -> None:
+def test_what_is_found_comes_one_by_one_with_what_was_looked_for(client: Client):
     boxes = client.stream_detect(PICTURE, ["car", "unicorn", "dog"])
     assert [(name, found.box) for name, found in boxes] == [
         ("car", Box(0.25, 0.125, 0.75, 0.5)),
@@ -156,7 +154,7 @@ def test_what_is_found_comes_one_by_one_with_what_was_looked_for(client: Client)
 @pytest.mark.parametrize("wanted", ["car", ["unicorn", "car"]])
 def test_a_least_score_that_an_older_server_ignores_is_an_error(
     client: Client, vision: CannedVision, wanted: str | list[str]
-) -> None:
+):
     for ask in (
         lambda: client.detect(PICTURE, wanted, min_score=0.5),
         lambda: client.point(PICTURE, wanted, min_score=0.5),
@@ -176,16 +174,14 @@ def test_a_least_score_that_an_older_server_ignores_is_an_error(
 @pytest.mark.parametrize("object", [[], ["car", 3], 3, {"car": 1}, None])
 def test_what_is_neither_a_text_nor_texts_is_refused_before_it_is_sent(
     client: Client, vision: CannedVision, object: Any
-) -> None:
+):
     for ask in (client.detect, client.point):
         with pytest.raises(InvalidRequest, match="object: is a text, or texts in a list"):
             ask(PICTURE, object)
     assert vision.requests == []
 
 
-def test_an_embedding_has_its_mean_and_its_patches_where_they_are_asked_for(
-    client: Client, vision: CannedVision
-) -> None:
+def test_an_embedding_has_its_mean_and_its_patches_where_they_are_asked_for(client: Client, vision: CannedVision):
     whole = client.embed(PICTURE, normalize=True, cache="bypass")
     assert (whole.mean, whole.patch_count, whole.patches) == ((0.5, -1.0, 0.25), 2, b"")
     assert vision.requests[-1].normalize
@@ -206,25 +202,25 @@ def test_an_embedding_has_its_mean_and_its_patches_where_they_are_asked_for(
         ({"normalize": "yes"}, "normalize: cannot be 'yes'"),
     ],
 )
-def test_an_embedding_takes_no_settings_of_texts(client: Client, given: dict[str, Any], message: str) -> None:
+def test_an_embedding_takes_no_settings_of_texts(client: Client, given: dict[str, Any], message: str):
     with pytest.raises(InvalidRequest, match=message):
         client.embed(PICTURE, **given)
 
 
-def test_a_gaze_has_a_target_or_none(client: Client, vision: CannedVision) -> None:
+def test_a_gaze_has_a_target_or_none(client: Client, vision: CannedVision):
     assert client.gaze(PICTURE, Point(0.25, 0.125)).target == Point(0.25, 0.5)
     assert client.gaze(PICTURE, Point(0.75, 0.125)).target is None
     assert [(request.eye.x, request.eye.y) for request in vision.requests] == [(0.25, 0.125), (0.75, 0.125)]
 
 
-def test_the_image_travels_with_every_skill_and_only_if_there_is_one(client: Client, vision: CannedVision) -> None:
+def test_the_image_travels_with_every_skill_and_only_if_there_is_one(client: Client, vision: CannedVision):
     num_calls = canned.ask_with_every_call(client, PICTURE)
     assert [request.image.data for request in vision.requests] == [PICTURE] * num_calls
     client.complete_query(None, "q")
     assert not vision.requests[-1].HasField("image")
 
 
-def test_the_server_tells_about_itself(client: Client) -> None:
+def test_the_server_tells_about_itself(client: Client):
     info = client.server_info()
     assert (info.server_version, info.instance_id, info.capabilities) == ("9.9", "abc", ("fly",))
     assert info.limits.max_running_requests == 5
@@ -236,7 +232,7 @@ def test_the_server_tells_about_itself(client: Client) -> None:
     assert (client.load().output_tokens_per_second, client.load().requests_per_second) == (6.5, 7.5)
 
 
-def test_the_server_tells_about_its_engines_and_processes(client: Client) -> None:
+def test_the_server_tells_about_its_engines_and_processes(client: Client):
     info = client.server_info()
     one, two = info.engines
     assert (one.index, one.device, one.device_uuid, one.max_running_requests) == (0, "cuda", "1a2b", 5)
@@ -253,11 +249,11 @@ def test_the_server_tells_about_its_engines_and_processes(client: Client) -> Non
     assert load.frontends == (FrontendLoad("frontend-0", 4711, 8),)
 
 
-def test_usage_is_that_of_each_caller(client: Client) -> None:
+def test_usage_is_that_of_each_caller(client: Client):
     assert client.usage() == (CallerUsage("alice", 1, 2, 3, 4, 5, 6),)
 
 
-def test_operators_clear_caches_and_cancel_requests(client: Client) -> None:
+def test_operators_clear_caches_and_cancel_requests(client: Client):
     assert client.clear_cache() == ClearedCache(page_count=3, image_count=4, crop_count=5)
     assert client.clear_cache(token="alice").page_count == 1
     assert client.clear_cache(namespace="yard").page_count == 2
@@ -265,19 +261,19 @@ def test_operators_clear_caches_and_cancel_requests(client: Client) -> None:
     assert client.cancel_requests(token="alice") == 2
 
 
-def test_operators_list_load_and_unload_adapters(client: Client) -> None:
+def test_operators_list_load_and_unload_adapters(client: Client):
     assert client.list_adapters() == (Adapter("colours", "ab", request_count=3, is_current=True),)
     assert client.load_adapter("a@2") == Adapter("a@2", "cd", request_count=0, is_current=True)
     assert client.unload_adapter("a@2") == Adapter("a@2", "cd", request_count=1, is_current=False)
 
 
-def test_operators_remove_adapters(client: Client) -> None:
+def test_operators_remove_adapters(client: Client):
     assert client.delete_adapter("a@2") == 2
     with pytest.raises(KestrelClientError, match="there is none"):
         client.delete_adapter("absent")
 
 
-def test_an_adapter_is_uploaded_from_a_folder_or_a_file(client: Client, tmp_path: Path) -> None:
+def test_an_adapter_is_uploaded_from_a_folder_or_a_file(client: Client, tmp_path: Path):
     weights = bytes(range(251)) * 8_400  # more than two parts
     (tmp_path / "adapter_model.safetensors").write_bytes(weights)
     alone = hashlib.sha256(weights).hexdigest()
@@ -302,7 +298,7 @@ def test_an_adapter_is_uploaded_from_a_folder_or_a_file(client: Client, tmp_path
 )
 def test_a_folder_without_an_adapter_is_not_uploaded(
     client: Client, tmp_path: Path, files: tuple[str, ...], text: str
-) -> None:
+):
     for name in files:
         (tmp_path / name).write_bytes(b"x")
     with pytest.raises(InvalidRequest, match=text):
@@ -313,23 +309,23 @@ def test_a_folder_without_an_adapter_is_not_uploaded(
         client.upload_adapter("a", tmp_path / "absent.safetensors")
 
 
-def test_an_adapter_is_named_in_the_options(client: Client, vision: CannedVision) -> None:
+def test_an_adapter_is_named_in_the_options(client: Client, vision: CannedVision):
     client.complete_query(PICTURE, "q", adapter="a@2")
     assert vision.requests[-1].options.adapter == "a@2"
 
 
-def test_cached_tokens_are_told(client: Client) -> None:
+def test_cached_tokens_are_told(client: Client):
     assert client.complete_query(PICTURE, "q").usage.cached_token_count == 730
 
 
-def test_every_call_has_a_deadline(client: Client, vision: CannedVision) -> None:
+def test_every_call_has_a_deadline(client: Client, vision: CannedVision):
     client.point(PICTURE, "kite")
     client.point(PICTURE, "kite", timeout_s=5)
     assert 6 < vision.time_left_s[0] < 121
     assert vision.time_left_s[1] < 6
 
 
-def test_a_request_id_travels_as_metadata(client: Client, vision: CannedVision) -> None:
+def test_a_request_id_travels_as_metadata(client: Client, vision: CannedVision):
     client.point(PICTURE, "kite", request_id="mine")
     stream = client.query(PICTURE, "q")
     stream.result()
@@ -337,7 +333,7 @@ def test_a_request_id_travels_as_metadata(client: Client, vision: CannedVision) 
     assert vision.metadata[1]["x-request-id"] == stream.request_id != ""
 
 
-def test_a_token_goes_with_every_call(address: str, vision: CannedVision) -> None:
+def test_a_token_goes_with_every_call(address: str, vision: CannedVision):
     with Client(address, token="secret") as client:
         client.point(PICTURE, "kite", request_id="mine")
         client.query(PICTURE, "q").result()
@@ -345,30 +341,30 @@ def test_a_token_goes_with_every_call(address: str, vision: CannedVision) -> Non
     assert vision.metadata[0]["x-request-id"] == "mine"
 
 
-def test_without_a_token_none_goes(client: Client, vision: CannedVision) -> None:
+def test_without_a_token_none_goes(client: Client, vision: CannedVision):
     client.point(PICTURE, "kite")
     assert "authorization" not in vision.metadata[0]
 
 
-def test_an_address_goes_in_place_of_an_image(client: Client, vision: CannedVision) -> None:
+def test_an_address_goes_in_place_of_an_image(client: Client, vision: CannedVision):
     client.point("https://example.com/kite.png", "kite")
     assert vision.requests[0].image.uri == "https://example.com/kite.png"
 
 
-def test_a_deadline_that_passes_is_told_as_such(client: Client, vision: CannedVision) -> None:
+def test_a_deadline_that_passes_is_told_as_such(client: Client, vision: CannedVision):
     vision.endless = True
     with pytest.raises(DeadlineExceeded):
         client.query(PICTURE, "q", timeout_s=0.2).result()
 
 
-def test_a_dropped_stream_cancels_its_call(client: Client, vision: CannedVision) -> None:
+def test_a_dropped_stream_cancels_its_call(client: Client, vision: CannedVision):
     vision.endless = True
     for _ in client.query(PICTURE, "q"):
         break
     assert vision.cancelled.wait(canned.MAX_WAIT_S)
 
 
-def test_leaving_the_block_of_a_stream_cancels_its_call(client: Client, vision: CannedVision) -> None:
+def test_leaving_the_block_of_a_stream_cancels_its_call(client: Client, vision: CannedVision):
     vision.endless = True
     with client.query(PICTURE, "q") as stream:
         next(stream)
@@ -377,14 +373,14 @@ def test_leaving_the_block_of_a_stream_cancels_its_call(client: Client, vision: 
         stream.result()
 
 
-def test_cancelling_a_finished_stream_does_nothing(client: Client) -> None:
+def test_cancelling_a_finished_stream_does_nothing(client: Client):
     stream = client.query(PICTURE, "q")
     result = stream.result()
     stream.cancel()
     assert stream.result() == result
 
 
-def test_closing_the_client_ends_open_streams(address: str, vision: CannedVision) -> None:
+def test_closing_the_client_ends_open_streams(address: str, vision: CannedVision):
     vision.endless = True
     with Client(address) as client:
         stream = client.query(PICTURE, "q")
@@ -394,9 +390,7 @@ def test_closing_the_client_ends_open_streams(address: str, vision: CannedVision
     assert vision.cancelled.wait(canned.MAX_WAIT_S)
 
 
-def test_failures_of_streams_and_of_single_answers_are_the_same_errors(
-    client: Client, vision: CannedVision
-) -> None:
+def test_failures_of_streams_and_of_single_answers_are_the_same_errors(client: Client, vision: CannedVision):
     refused = canned.status(code_pb2.INVALID_ARGUMENT, "no", canned.error_info("INVALID_REQUEST"))
     vision.failures = [refused, refused]
     with pytest.raises(InvalidRequest):
@@ -405,21 +399,21 @@ def test_failures_of_streams_and_of_single_answers_are_the_same_errors(
         client.point(PICTURE, "kite")
 
 
-def test_without_a_server_calls_fail_soon() -> None:
+def test_without_a_server_calls_fail_soon():
     with socket.socket() as unused:
         unused.bind(("127.0.0.1", 0))
         with Client(f"127.0.0.1:{unused.getsockname()[1]}") as client, pytest.raises(Unavailable):
             client.load()
 
 
-def test_an_unknown_option_is_refused_before_anything_is_sent(client: Client, vision: CannedVision) -> None:
+def test_an_unknown_option_is_refused_before_anything_is_sent(client: Client, vision: CannedVision):
     options: dict[str, Any] = {"temprature": 1.0}
     with pytest.raises(TypeError, match="temprature"):
         client.point(PICTURE, "kite", **options)
     assert vision.requests == []
 
 
-def test_a_stream_that_ends_without_a_result_is_the_servers_fault() -> None:
+def test_a_stream_that_ends_without_a_result_is_the_servers_fault():
     events = TextEvents(canned.query_result)
     with pytest.raises(ServerError, match="without a result") as caught:
         _ = events.result

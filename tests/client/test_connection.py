@@ -1,7 +1,5 @@
 """How a client reaches its server: what describes a connection, its files, and why no server answers."""
 
-from __future__ import annotations
-
 import asyncio
 import socket
 from collections.abc import AsyncIterator
@@ -24,19 +22,19 @@ from tests.client.canned import CannedVision
 from tests.server.certificates import Pair
 
 
-def test_the_server_learns_which_client_calls(client: Client, vision: CannedVision) -> None:
+def test_the_server_learns_which_client_calls(client: Client, vision: CannedVision):
     client.point(b"picture", "kite")
     assert str(vision.metadata[0]["user-agent"]).startswith(f"kestrel-client/{VERSION} ")
 
 
-def test_a_call_with_a_large_image_is_repeated_too(client: Client, vision: CannedVision) -> None:
+def test_a_call_with_a_large_image_is_repeated_too(client: Client, vision: CannedVision):
     vision.failures = [canned.status(code_pb2.UNAVAILABLE, "draining")]
     image = bytes(2 * 1024 * 1024)
     assert client.point(image, "kite").points
     assert [len(request.image.data) for request in vision.requests] == [len(image)] * 2
 
 
-def test_an_answer_larger_than_the_default_limit_arrives(client: Client, vision: CannedVision) -> None:
+def test_an_answer_larger_than_the_default_limit_arrives(client: Client, vision: CannedVision):
     vision.answer_pieces = ("x" * 5 * 1024 * 1024,)
     assert len(client.complete_query(None, "q").answer) == 5 * 1024 * 1024
 
@@ -59,7 +57,7 @@ def test_an_answer_larger_than_the_default_limit_arrives(client: Client, vision:
         ("ipv4:127.0.0.1:1,127.0.0.1:2", "ipv4:127.0.0.1:1,127.0.0.1:2", None),
     ],
 )
-def test_an_address_is_a_host_a_url_or_a_target(address: str, target: str, is_encrypted: bool | None) -> None:
+def test_an_address_is_a_host_a_url_or_a_target(address: str, target: str, is_encrypted: bool | None):
     assert target_of(address) == (target, is_encrypted)
 
 
@@ -77,19 +75,17 @@ def test_an_address_is_a_host_a_url_or_a_target(address: str, target: str, is_en
         "a:1,b:2",
     ],
 )
-def test_what_is_no_address_is_refused_with_what_one_is(address: str) -> None:
+def test_what_is_no_address_is_refused_with_what_one_is(address: str):
     with pytest.raises(ValueError, match="is no address of a server: an address is host:port, host "):
         Client(address)
 
 
-def test_a_url_without_encryption_does_not_go_with_a_ca() -> None:
+def test_a_url_without_encryption_does_not_go_with_a_ca():
     with pytest.raises(ValueError, match="write https://, or name no CA"):
         Client("http://here:1", tls_ca="ca.pem")
 
 
-async def test_a_ca_comes_from_an_argument_or_from_the_environment(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_a_ca_comes_from_an_argument_or_from_the_environment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     authority, pair, ca = trustme.CA(), Pair.within(tmp_path), tmp_path / "ca.pem"
     pair.write(authority)
     authority.cert_pem.write_to_path(str(ca))
@@ -139,7 +135,7 @@ def test_another_name_is_asked_for_only_where_it_is_given(pair):
     assert named.channel_options() == (("grpc.ssl_target_name_override", "kestrel"),)
 
 
-def test_files_come_from_arguments_or_from_the_environment() -> None:
+def test_files_come_from_arguments_or_from_the_environment():
     environment = {"KESTREL_GRPC_TLS_CA": "a.pem"}
     assert ClientTls.named(None, None, None, environment) == ClientTls(Path("a.pem"))
     assert ClientTls.named(Path("b.pem"), None, None, environment) == ClientTls(Path("b.pem"))

@@ -1,7 +1,5 @@
 """From a status on the wire to an exception."""
 
-from __future__ import annotations
-
 import pickle
 from collections.abc import Iterator
 
@@ -75,7 +73,7 @@ MESSAGES = {"TOKEN_INVALID": "the server asks for a token; give token, --token o
 )
 def test_each_documented_status_is_its_own_error(
     client: Client, vision: CannedVision, code: int, reason: str, kind: type[KestrelClientError]
-) -> None:
+):
     details = [canned.error_info(reason, model="tiny")] if reason else []
     error = _refusal(client, vision, canned.status(code, "why", *details))
     assert type(error) is kind
@@ -144,19 +142,19 @@ def _statuses_of_the_server() -> Iterator[tuple[grpc.StatusCode, str]]:
         yield grpc.StatusCode[row.code.name], row.reason
 
 
-def test_every_reason_of_the_server_has_an_error_here() -> None:
+def test_every_reason_of_the_server_has_an_error_here():
     assert KINDS_BY_REASON.keys() == {reason for _, reason in _statuses_of_the_server()}
 
 
 @pytest.mark.parametrize(("code", "reason"), sorted(set(_statuses_of_the_server()), key=str))
-def test_each_reason_of_the_server_becomes_its_error(code: grpc.StatusCode, reason: str) -> None:
+def test_each_reason_of_the_server_becomes_its_error(code: grpc.StatusCode, reason: str):
     rich = canned.status(code.value[0], "why", canned.error_info(reason))
     trailers = grpc.aio.Metadata(("grpc-status-details-bin", rich.SerializeToString()))
     error = from_rpc_error(grpc.aio.AioRpcError(code, grpc.aio.Metadata(), trailers, "why"))
     assert (type(error), error.reason) == (KINDS_BY_REASON[reason], reason)
 
 
-def test_an_invalid_request_lists_every_violation(client: Client, vision: CannedVision) -> None:
+def test_an_invalid_request_lists_every_violation(client: Client, vision: CannedVision):
     bad_request = error_details_pb2.BadRequest()
     bad_request.field_violations.add(field="object", description="must not be empty")
     bad_request.field_violations.add(field="sampling.top_p", description="must be above 0 and at most 1")
@@ -170,13 +168,13 @@ def test_an_invalid_request_lists_every_violation(client: Client, vision: Canned
     assert str(error) == "object: must not be empty; sampling.top_p: must be above 0 and at most 1"
 
 
-def test_an_overloaded_server_says_when_to_try_again(client: Client, vision: CannedVision) -> None:
+def test_an_overloaded_server_says_when_to_try_again(client: Client, vision: CannedVision):
     error = _refusal(client, vision, canned.queue_full(retry_after_s=3600))
     assert isinstance(error, Overloaded)
     assert error.retry_after_s == 3600.0
 
 
-def test_an_unavailable_server_is_asked_four_times(address: str, vision: CannedVision) -> None:
+def test_an_unavailable_server_is_asked_four_times(address: str, vision: CannedVision):
     retry_info = error_details_pb2.RetryInfo(retry_delay=duration_pb2.Duration(nanos=500_000_000))
     draining = canned.status(code_pb2.UNAVAILABLE, "draining", canned.error_info("DRAINING"), retry_info)
     with Client(address, max_retry_s=0) as client:
@@ -186,13 +184,13 @@ def test_an_unavailable_server_is_asked_four_times(address: str, vision: CannedV
     assert len(vision.requests) == 4
 
 
-def test_a_message_over_the_servers_limit_is_invalid_rather_than_overload(client: Client) -> None:
+def test_a_message_over_the_servers_limit_is_invalid_rather_than_overload(client: Client):
     with pytest.raises(InvalidRequest, match="larger than max") as caught:
         client.point(bytes(9 * 1024 * 1024), "kite")
     assert caught.value.reason == "MESSAGE_TOO_LARGE"
 
 
-def test_details_that_contradict_the_status_are_ignored() -> None:
+def test_details_that_contradict_the_status_are_ignored():
     rich = canned.status(code_pb2.NOT_FOUND, "other", canned.error_info("MODEL_NOT_FOUND"))
     trailers = grpc.aio.Metadata(("grpc-status-details-bin", rich.SerializeToString()))
     call = grpc.aio.AioRpcError(grpc.StatusCode.INTERNAL, grpc.aio.Metadata(), trailers, "why")
@@ -201,14 +199,14 @@ def test_details_that_contradict_the_status_are_ignored() -> None:
     assert error.reason == "INTERNAL"
 
 
-def test_details_that_are_not_a_status_are_ignored() -> None:
+def test_details_that_are_not_a_status_are_ignored():
     trailers = grpc.aio.Metadata(("grpc-status-details-bin", b"\xff\xff"))
     call = grpc.aio.AioRpcError(grpc.StatusCode.UNAVAILABLE, grpc.aio.Metadata(), trailers, "why")
     assert type(from_rpc_error(call)) is Unavailable
 
 
 @pytest.mark.parametrize("code", [0, 2])
-def test_a_stream_that_a_proxy_resets_has_lost_its_server(code: int) -> None:
+def test_a_stream_that_a_proxy_resets_has_lost_its_server(code: int):
     text = f"Stream removed (RST_STREAM (Received RST_STREAM with error code {code}))"
     call = grpc.aio.AioRpcError(grpc.StatusCode.INTERNAL, grpc.aio.Metadata(), grpc.aio.Metadata(), text)
     error = from_rpc_error(call, "mine")
@@ -217,7 +215,7 @@ def test_a_stream_that_a_proxy_resets_has_lost_its_server(code: int) -> None:
     assert (error.request_id, error.retry_after_s) == ("mine", None)
 
 
-def test_an_error_survives_the_way_between_processes() -> None:
+def test_an_error_survives_the_way_between_processes():
     failure = Failure(grpc.StatusCode.RESOURCE_EXHAUSTED, "full", "QUEUE_FULL", retry_after_s=2.0)
     error = pickle.loads(pickle.dumps(Overloaded(failure)))
     assert (error.code, error.retry_after_s) == (grpc.StatusCode.RESOURCE_EXHAUSTED, 2.0)

@@ -33,7 +33,7 @@ class Screen:
 
 def test_the_example_reports_what_appears_on_the_screen_and_ends(
     address: str, vision: CannedVision, monkeypatch: pytest.MonkeyPatch
-) -> None:
+):
     library = ModuleType("mss")
     monkeypatch.setattr(library, "mss", Screen, raising=False)
     monkeypatch.setitem(sys.modules, "mss", library)

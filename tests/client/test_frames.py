@@ -2,8 +2,6 @@
 
 # ruff: noqa: N802 (methods bear the names of their RPCs)
 
-from __future__ import annotations
-
 import asyncio
 import threading
 from collections.abc import AsyncIterator, Iterator
@@ -80,7 +78,7 @@ def tracks(result: DetectResult | None) -> list[int | None]:
     return [found.track_id for found in result.objects]
 
 
-def test_each_frame_has_its_result_or_its_error(client: Client, vision: Cameras, tmp_path: Path) -> None:
+def test_each_frame_has_its_result_or_its_error(client: Client, vision: Cameras, tmp_path: Path):
     path = tmp_path / "frame.jpg"
     path.write_bytes(b"file")
     vision.score = 0.5
@@ -106,7 +104,7 @@ def test_each_frame_has_its_result_or_its_error(client: Client, vision: Cameras,
     assert vision.timeouts[0] > 1e9, "a stream has no deadline by default"
 
 
-async def test_the_asyncio_client_takes_frames_of_both_kinds_of_iterators(address: str, vision: Cameras) -> None:
+async def test_the_asyncio_client_takes_frames_of_both_kinds_of_iterators(address: str, vision: Cameras):
     async def camera() -> AsyncIterator[bytes]:
         for number in range(3):
             await asyncio.sleep(0)
@@ -121,7 +119,7 @@ async def test_the_asyncio_client_takes_frames_of_both_kinds_of_iterators(addres
     assert 20.0 < vision.timeouts[0] <= 30.0
 
 
-def test_a_stream_that_the_server_ends_goes_on_with_the_next_frame(client: Client, vision: Cameras) -> None:
+def test_a_stream_that_the_server_ends_goes_on_with_the_next_frame(client: Client, vision: Cameras):
     vision.lengths = [3, 2]
     found: list[FrameResult[DetectResult]] = []
 
@@ -140,18 +138,14 @@ def test_a_stream_that_the_server_ends_goes_on_with_the_next_frame(client: Clien
     assert [tracks(each.result) for each in found] == [[1], [2], [3], [4], [5], [6]], "no name has two meanings"
 
 
-def test_frames_without_an_answer_are_sent_again_where_each_is_to_be_looked_at(
-    client: Client, vision: Cameras
-) -> None:
+def test_frames_without_an_answer_are_sent_again_where_each_is_to_be_looked_at(client: Client, vision: Cameras):
     vision.lengths = [3, 2]
     found = list(client.detect_frames([b"%d" % number for number in range(6)], "car", every_frame=True))
     assert [each.index for each in found] == [0, 1, 2, 3, 4, 5]
     assert len(vision.settings) == 3
 
 
-def test_a_server_that_refuses_for_a_while_is_asked_again_and_others_are_not(
-    client: Client, vision: Cameras
-) -> None:
+def test_a_server_that_refuses_for_a_while_is_asked_again_and_others_are_not(client: Client, vision: Cameras):
     vision.failures = [queue_full(), queue_full()]
     assert [each.index for each in client.detect_frames([b"0"], "car")] == [0]
     vision.failures = [status(code_pb2.INTERNAL, "internal error", error_info("INTERNAL"))]
@@ -159,29 +153,27 @@ def test_a_server_that_refuses_for_a_while_is_asked_again_and_others_are_not(
         list(client.detect_frames([b"0"], "car"))
 
 
-def test_a_stream_that_ends_with_a_status_of_grpc_itself_goes_on(client: Client, vision: Cameras) -> None:
+def test_a_stream_that_ends_with_a_status_of_grpc_itself_goes_on(client: Client, vision: Cameras):
     """As grpc.aio makes one of the server's, if it was sending a message when the stream ended."""
     vision.failures = [status(code_pb2.INTERNAL, "Internal error from Core")]
     assert [each.index for each in client.detect_frames([b"0"], "car")] == [0]
 
 
-def test_the_longest_wait_of_a_frame_does_not_limit_the_attempts_to_go_on(client: Client, vision: Cameras) -> None:
+def test_the_longest_wait_of_a_frame_does_not_limit_the_attempts_to_go_on(client: Client, vision: Cameras):
     vision.failures = [DRAINING]
     assert [each.index for each in client.detect_frames([b"0"], "car", max_queue_s=0.001)] == [0]
     (settings,) = vision.settings
     assert settings.request.options.max_queue_duration.ToMilliseconds() == 1
 
 
-def test_a_connection_that_is_lost_is_reported_once_retries_have_ended() -> None:
+def test_a_connection_that_is_lost_is_reported_once_retries_have_ended():
     with serving(Cameras()) as address:
         pass
     with Client(address, max_retries=0, max_retry_s=0.0) as client, pytest.raises(Unavailable):
         list(client.detect_frames([b"0"], "car"))
 
 
-def test_what_the_frames_raise_is_raised_by_the_stream_after_the_answers_before(
-    client: Client, vision: Cameras
-) -> None:
+def test_what_the_frames_raise_is_raised_by_the_stream_after_the_answers_before(client: Client, vision: Cameras):
     def camera() -> Iterator[ImageInput]:
         yield b"0"
         raise OSError("the camera is gone")
@@ -195,7 +187,7 @@ def test_what_the_frames_raise_is_raised_by_the_stream_after_the_answers_before(
     assert caught.value.request_id
 
 
-def test_a_least_score_that_the_server_ignores_is_an_error(client: Client) -> None:
+def test_a_least_score_that_the_server_ignores_is_an_error(client: Client):
     with pytest.raises(ServerError, match="makes no scores") as caught:
         list(client.detect_frames([b"0"], "car", min_score=0.5))
     assert caught.value.reason == "SCORES_MISSING"
@@ -216,7 +208,7 @@ def test_a_least_score_that_the_server_ignores_is_an_error(client: Client) -> No
 )
 def test_arguments_are_checked_before_anything_is_sent(
     changed: dict[str, Any], field: str, client: Client, vision: Cameras
-) -> None:
+):
     arguments: dict[str, Any] = {"images": [b"0"], "object": "car", **changed}
     with pytest.raises(InvalidRequest) as caught:
         client.detect_frames(**arguments)
@@ -225,7 +217,7 @@ def test_arguments_are_checked_before_anything_is_sent(
     assert not vision.settings
 
 
-def test_leaving_the_block_ends_the_call(client: Client, vision: Cameras) -> None:
+def test_leaving_the_block_ends_the_call(client: Client, vision: Cameras):
     def camera() -> Iterator[bytes]:
         while True:
             yield b"frame"

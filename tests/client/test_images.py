@@ -1,7 +1,5 @@
 """What callers may pass as an image."""
 
-from __future__ import annotations
-
 import base64
 import io
 import sys
@@ -18,24 +16,24 @@ from kestrel_client.images import image_bytes, is_address, is_on_server, put_ref
 from kestrel_client.v1 import media_pb2
 
 
-def test_bytes_of_any_kind_go_as_they_are() -> None:
+def test_bytes_of_any_kind_go_as_they_are():
     for image in (b"abc", bytearray(b"abc"), memoryview(b"abc")):
         assert image_bytes(image) == b"abc"
 
 
-def test_a_path_of_either_kind_is_read(tmp_path: Path) -> None:
+def test_a_path_of_either_kind_is_read(tmp_path: Path):
     path = tmp_path / "kite.jpg"
     path.write_bytes(b"abc")
     assert image_bytes(path) == image_bytes(str(path)) == b"abc"
 
 
-def test_a_missing_file_is_reported_as_one(tmp_path: Path) -> None:
+def test_a_missing_file_is_reported_as_one(tmp_path: Path):
     with pytest.raises(FileNotFoundError):
         image_bytes(tmp_path / "none.jpg")
 
 
 @pytest.mark.parametrize("mode", ["1", "L", "LA", "P", "RGB", "RGBA", "CMYK", "YCbCr", "HSV"])
-def test_a_pil_image_goes_as_a_png_of_its_pixels(mode: str) -> None:
+def test_a_pil_image_goes_as_a_png_of_its_pixels(mode: str):
     image = Image.new("RGB", (3, 2), (0, 255, 0)).convert(mode)
     sent = Image.open(io.BytesIO(image_bytes(image)))
     assert (sent.format, sent.size) == ("PNG", (3, 2))
@@ -97,7 +95,7 @@ MODES = {
 
 
 @pytest.mark.parametrize("mode", MODES)
-def test_a_pil_image_of_every_mode_is_sent_and_drawn_as_it_looks(mode: str) -> None:
+def test_a_pil_image_of_every_mode_is_sent_and_drawn_as_it_looks(mode: str):
     image, looks = MODES[mode]
     sent = Image.open(io.BytesIO(image_bytes(image)))
     seen = np.asarray(sent) >> 8 if sent.mode == "I;16" else over_white(sent)
@@ -116,14 +114,14 @@ def test_a_pil_image_of_every_mode_is_sent_and_drawn_as_it_looks(mode: str) -> N
         (numbers("F", np.where(RAMP > 0.5, np.nan, RAMP), "=f4"), "mode F must have finite values"),
     ],
 )
-def test_numbers_that_are_no_brightness_are_refused(image: Image.Image, why: str) -> None:
+def test_numbers_that_are_no_brightness_are_refused(image: Image.Image, why: str):
     for convert in (image_bytes, draw):
         with pytest.raises(InvalidRequest, match=why):
             convert(image)
 
 
 @pytest.mark.parametrize("orientation", range(1, 9))
-def test_a_pil_image_is_turned_upright_as_its_file_is(orientation: int) -> None:
+def test_a_pil_image_is_turned_upright_as_its_file_is(orientation: int):
     file = io.BytesIO()
     exif = Image.Exif()
     exif[0x0112] = orientation
@@ -142,7 +140,7 @@ def avif(picture: Image.Image, **options: Any) -> bytes:
     return file.getvalue()
 
 
-def test_an_avif_file_goes_as_a_png_that_is_upright() -> None:
+def test_an_avif_file_goes_as_a_png_that_is_upright():
     turned = Image.Exif()
     turned[274] = 6
     picture = Image.linear_gradient("L").resize((40, 30)).convert("RGB")
@@ -153,7 +151,7 @@ def test_an_avif_file_goes_as_a_png_that_is_upright() -> None:
 
 
 @pytest.mark.parametrize(("length", "why"), [(40, "no AVIF file that Pillow reads"), (-20, "file is damaged")])
-def test_a_damaged_avif_file_is_refused(length: int, why: str) -> None:
+def test_a_damaged_avif_file_is_refused(length: int, why: str):
     data = avif(Image.new("RGB", (40, 30), "red"))
     with pytest.raises(InvalidRequest, match=why):
         image_bytes(data[:length])
@@ -162,7 +160,7 @@ def test_a_damaged_avif_file_is_refused(length: int, why: str) -> None:
 HEIC = b"\0\0\0\x18ftypheic\0\0\0\0mif1heic"
 
 
-def test_a_heic_file_goes_as_a_png_where_a_library_reads_it(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_heic_file_goes_as_a_png_where_a_library_reads_it(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setitem(sys.modules, "pillow_heif", None)
     with pytest.raises(InvalidRequest, match="`pip install pillow-heif` converts HEIC"):
         image_bytes(HEIC)
@@ -179,7 +177,7 @@ def test_a_heic_file_goes_as_a_png_where_a_library_reads_it(monkeypatch: pytest.
         image_bytes(HEIC)
 
 
-def test_a_file_object_is_sent_from_its_position(tmp_path: Path) -> None:
+def test_a_file_object_is_sent_from_its_position(tmp_path: Path):
     assert image_bytes(io.BytesIO(b"abc")) == b"abc"
     path = tmp_path / "kite.jpg"
     path.write_bytes(b"abc")
@@ -195,12 +193,12 @@ def test_a_file_object_is_sent_from_its_position(tmp_path: Path) -> None:
         (io.StringIO("abc"), "open for reading bytes"),
     ],
 )
-def test_a_file_object_without_bytes_is_refused(file: Any, why: str) -> None:
+def test_a_file_object_without_bytes_is_refused(file: Any, why: str):
     with pytest.raises(InvalidRequest, match=why):
         image_bytes(file)
 
 
-def test_a_file_that_is_open_for_writing_is_refused(tmp_path: Path) -> None:
+def test_a_file_that_is_open_for_writing_is_refused(tmp_path: Path):
     with (tmp_path / "new").open("wb") as file, pytest.raises(InvalidRequest, match="open for reading bytes"):
         image_bytes(file)
 
@@ -214,7 +212,7 @@ def test_a_file_that_is_open_for_writing_is_refused(tmp_path: Path) -> None:
         ((2, 3, 4), media_pb2.PIXEL_FORMAT_RGBA8),
     ],
 )
-def test_an_array_goes_as_its_pixels(shape: tuple[int, ...], pixel_format: int) -> None:
+def test_an_array_goes_as_its_pixels(shape: tuple[int, ...], pixel_format: int):
     array = np.arange(np.prod(shape), dtype=np.uint8).reshape(shape)
     message = media_pb2.Image()
     assert put_reference(message, array)
@@ -223,7 +221,7 @@ def test_an_array_goes_as_its_pixels(shape: tuple[int, ...], pixel_format: int) 
     assert raw.pixels == bytes(range(array.size))
 
 
-def test_the_pixels_of_a_view_go_in_the_order_of_the_view() -> None:
+def test_the_pixels_of_a_view_go_in_the_order_of_the_view():
     array = np.arange(18, dtype=np.uint8).reshape(2, 3, 3)
     message = media_pb2.Image()
     assert put_reference(message, array[::-1, :, ::-1])
@@ -240,13 +238,13 @@ def test_the_pixels_of_a_view_go_in_the_order_of_the_view() -> None:
         np.zeros((1, 2, 3, 3), np.uint8),
     ],
 )
-def test_an_array_that_is_no_image_is_refused_by_its_shape_and_type(array: Any) -> None:
+def test_an_array_that_is_no_image_is_refused_by_its_shape_and_type(array: Any):
     with pytest.raises(InvalidRequest, match=f"not {array.dtype} of {'x'.join(map(str, array.shape))}"):
         put_reference(media_pb2.Image(), array)
 
 
 @pytest.mark.parametrize("layout", ["gray8", "rgb8", "bgr8", "rgba8"])
-def test_pixels_become_a_png_where_a_file_is_needed(layout: Any) -> None:
+def test_pixels_become_a_png_where_a_file_is_needed(layout: Any):
     channels = {"gray8": 1, "rgba8": 4}.get(layout, 3)
     rows = [bytes(range(10 * y, 10 * y + 3 * channels)) for y in range(2)]
     padded = RawImage(b"".join(row + b"pad" for row in rows), 3, 2, layout, 3 * channels + 3)
@@ -269,25 +267,25 @@ def test_pixels_become_a_png_where_a_file_is_needed(layout: Any) -> None:
         RawImage("abc", 1, 1),  # pyrefly: ignore[bad-argument-type]
     ],
 )
-def test_pixels_that_are_none_are_refused(image: RawImage) -> None:
+def test_pixels_that_are_none_are_refused(image: RawImage):
     with pytest.raises(InvalidRequest):
         image_bytes(image)
 
 
-def test_wrong_pixels_are_refused_before_they_are_sent() -> None:
+def test_wrong_pixels_are_refused_before_they_are_sent():
     wrong: list[tuple[Any, ...]] = [("abc", 1, 1), (b"abc", "1", 1), (b"abc", 1, 1, "rgb9")]
     for pixels in wrong:
         with pytest.raises(InvalidRequest):
             put_reference(media_pb2.Image(), RawImage(*pixels))
 
 
-def test_anything_else_is_refused_by_name() -> None:
+def test_anything_else_is_refused_by_name():
     wrong: Any = 7
     with pytest.raises(InvalidRequest, match="not int"):
         image_bytes(wrong)
 
 
-def test_a_text_that_is_no_path_is_refused_and_not_printed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_text_that_is_no_path_is_refused_and_not_printed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.chdir(tmp_path)
     png = io.BytesIO()
     Image.new("RGB", (64, 64)).save(png, format="PNG")
@@ -310,35 +308,35 @@ def test_a_text_that_is_no_path_is_refused_and_not_printed(tmp_path: Path, monke
         "data:text/plain,a%62c",
     ],
 )
-def test_the_file_in_a_data_url_is_sent_as_bytes(url: str) -> None:
+def test_the_file_in_a_data_url_is_sent_as_bytes(url: str):
     assert not put_reference(media_pb2.Image(), url)
     assert image_bytes(url) == b"abc"
     assert not is_on_server(url)
 
 
-def test_padding_may_be_left_out_of_a_data_url() -> None:
+def test_padding_may_be_left_out_of_a_data_url():
     assert image_bytes("data:;base64,YWI") == image_bytes("data:;base64,YWI=") == b"ab"
 
 
 @pytest.mark.parametrize("url", ["data:image/png;base64", "data:;base64,YW!j", "data:;base64,YWJjZ"])
-def test_a_data_url_that_is_none_is_refused(url: str) -> None:
+def test_a_data_url_that_is_none_is_refused(url: str):
     with pytest.raises(InvalidRequest, match="data: URL"):
         image_bytes(url)
 
 
 @pytest.mark.parametrize("image", ["https://example.com/a.png", "sha256:0"])
-def test_what_is_on_a_server_is_no_file(image: str) -> None:
+def test_what_is_on_a_server_is_no_file(image: str):
     with pytest.raises(InvalidRequest, match="no file"):
         image_bytes(image)
 
 
 @pytest.mark.parametrize("address", ["https://example.com/a.png", "HTTP://example.com/a.png"])
-def test_an_address_goes_as_one_for_the_server_to_fetch(address: str) -> None:
+def test_an_address_goes_as_one_for_the_server_to_fetch(address: str):
     message = media_pb2.Image()
     assert put_reference(message, address)
     assert (message.WhichOneof("source"), message.uri) == ("uri", address)
 
 
 @pytest.mark.parametrize("image", [b"https://example.com/a.png", Path("https://example.com/a.png"), "https.png"])
-def test_nothing_but_a_text_with_a_scheme_is_an_address(image: bytes | Path | str) -> None:
+def test_nothing_but_a_text_with_a_scheme_is_an_address(image: bytes | Path | str):
     assert not is_address(image)

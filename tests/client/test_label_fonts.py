@@ -1,7 +1,5 @@
 """Fonts for labels in any script."""
 
-from __future__ import annotations
-
 import io
 from pathlib import Path
 from typing import cast
@@ -36,7 +34,7 @@ def parts(fonts: LabelFonts, text: str) -> list[tuple[str, bool]]:
     return [(run.text, isinstance(run.font.path, str)) for run in fonts.runs(text)]
 
 
-def test_latin_letters_are_drawn_in_the_font_of_pillow(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_latin_letters_are_drawn_in_the_font_of_pillow(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     notes = install(tmp_path, monkeypatch)
     assert parts(LabelFonts(20), "two kites 12") == [("two kites 12", False)]
     assert not notes.exists()
@@ -44,7 +42,7 @@ def test_latin_letters_are_drawn_in_the_font_of_pillow(tmp_path: Path, monkeypat
 
 def test_one_installed_font_draws_a_text_that_it_covers(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, font_file: Path
-) -> None:
+):
     notes = install(
         tmp_path, monkeypatch, "/none.ttf\t0\tFalse\t20-ffff", f"{font_file}\t0\tFalse\t20-7e 4e00-9fff"
     )
@@ -57,7 +55,7 @@ def test_one_installed_font_draws_a_text_that_it_covers(
 
 def test_a_text_in_several_scripts_has_a_font_for_each(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, font_file: Path
-) -> None:
+):
     install(tmp_path, monkeypatch, f"{font_file}\t0\tFalse\t4e00-9fff", f"{font_file}\t0\tFalse\t430-44f")
     assert parts(LabelFonts(20), "a \u661f\u72d7 \u043a") == [
         ("a ", False),
@@ -78,7 +76,7 @@ def test_a_text_in_several_scripts_has_a_font_for_each(
 )
 def test_without_a_font_a_character_is_its_code_point(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, font_file: Path, lines: tuple[str, ...], status: int
-) -> None:
+):
     install(tmp_path, monkeypatch, *(line.format(font=font_file) for line in lines), status=status)
     fonts = LabelFonts(20)
     assert parts(fonts, "cat \u72d7\u661f 2") == [("cat ", False), ("U+72D7 U+661F", False), (" 2", False)]
@@ -86,6 +84,6 @@ def test_without_a_font_a_character_is_its_code_point(
     assert parts(fonts, "h\u00f6her") == [("hoher", False)]
 
 
-def test_without_fontconfig_a_character_is_its_code_point(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_without_fontconfig_a_character_is_its_code_point(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
     monkeypatch.setenv("PATH", str(tmp_path))
     assert parts(LabelFonts(20), "\u72d7") == [("U+72D7", False)]

@@ -1,7 +1,5 @@
 """Outlines as polygons and masks."""
 
-from __future__ import annotations
-
 import cmath
 import io
 import itertools
@@ -36,26 +34,26 @@ def _close(a: list[complex], b: list[complex]) -> bool:
         ("M 1e-1 -2E+1 L+0 0", [0.1 - 20j, 0]),
     ],
 )
-def test_straight_lines_keep_their_corners(path: str, corners: list[complex]) -> None:
+def test_straight_lines_keep_their_corners(path: str, corners: list[complex]):
     (line,) = polylines(path)
     assert _close(line, corners)
 
 
-def test_each_move_starts_a_line_and_so_does_whatever_follows_a_close() -> None:
+def test_each_move_starts_a_line_and_so_does_whatever_follows_a_close():
     first, second, third = polylines("M 0 0 L 1 0 Z L 0 2 M 5 5 l 1 1")
     assert first == [0, 1, 0]
     assert second == [0, 2j]
     assert third == [5 + 5j, 6 + 6j]
 
 
-def test_a_cubic_curve_passes_where_its_formula_says() -> None:
+def test_a_cubic_curve_passes_where_its_formula_says():
     (line,) = polylines("M 0 0 C 0 4 4 4 4 0")
     assert len(line) == 49
     assert abs(line[24] - (2 + 3j)) < 1e-9
     assert line[-1] == 4
 
 
-def test_a_quadratic_curve_passes_where_its_formula_says() -> None:
+def test_a_quadratic_curve_passes_where_its_formula_says():
     (line,) = polylines("M 1 1 q 2 4 4 0")
     assert abs(line[24] - (3 + 3j)) < 1e-9
     assert line[-1] == 5 + 1j
@@ -70,7 +68,7 @@ def test_a_quadratic_curve_passes_where_its_formula_says() -> None:
         ("M 0 0 C 0 1 2 1 2 0 T 4 0", "M 0 0 C 0 1 2 1 2 0 Q 2 0 4 0"),
     ],
 )
-def test_a_smooth_curve_mirrors_the_last_curve_of_its_kind_only(smooth: str, spelt_out: str) -> None:
+def test_a_smooth_curve_mirrors_the_last_curve_of_its_kind_only(smooth: str, spelt_out: str):
     (got,), (wanted,) = polylines(smooth), polylines(spelt_out)
     assert _close(got, wanted)
 
@@ -84,16 +82,14 @@ def test_a_smooth_curve_mirrors_the_last_curve_of_its_kind_only(smooth: str, spe
         (1, 0, 1j, 1j + cmath.rect(1, 3 * math.pi / 4)),
     ],
 )
-def test_the_flags_of_an_arc_choose_among_its_four_ways(
-    large: int, sweep: int, centre: complex, middle: complex
-) -> None:
+def test_the_flags_of_an_arc_choose_among_its_four_ways(large: int, sweep: int, centre: complex, middle: complex):
     """From the origin to 1+1j with radius 1 there are two centres, and two ways around each."""
     (line,) = polylines(f"M 0 0 A 1 1 0 {large} {sweep} 1 1")
     assert all(abs(abs(corner - centre) - 1) < 1e-9 for corner in line)
     assert abs(line[24] - middle) < 1e-9
 
 
-def test_an_ellipse_may_be_turned_and_flags_need_no_spaces() -> None:
+def test_an_ellipse_may_be_turned_and_flags_need_no_spaces():
     (line,) = polylines("M 0 -2 a1 2 90 012 2")
     assert abs(line[-1] - 2) < 1e-9
     assert _close(line, polylines("M 0 -2 A 1 2 90 0 1 2 0")[0])
@@ -101,31 +97,31 @@ def test_an_ellipse_may_be_turned_and_flags_need_no_spaces() -> None:
     assert abs(half[24] - (-1j)) < 1e-9
 
 
-def test_radii_too_small_for_their_ends_grow() -> None:
+def test_radii_too_small_for_their_ends_grow():
     (line,) = polylines("M 0 0 A 1 1 0 0 1 4 0")
     assert abs(line[24] - (2 - 2j)) < 1e-9
 
 
-def test_an_arc_without_a_radius_is_a_line() -> None:
+def test_an_arc_without_a_radius_is_a_line():
     (line,) = polylines("M 0 0 A 0 1 0 0 1 4 0")
     assert all(corner.imag == 0 for corner in line)
 
 
 @pytest.mark.parametrize("path", ["", "M 0 0", "M", "nonsense", "L", "Z", "M 1 1 H", "M 1 1 1e999 0"])
-def test_what_draws_nothing_gives_no_line(path: str) -> None:
+def test_what_draws_nothing_gives_no_line(path: str):
     assert polylines(path) == []
 
 
-def test_a_command_that_lacks_arguments_is_passed_over() -> None:
+def test_a_command_that_lacks_arguments_is_passed_over():
     assert polylines("M 0 0 H L 1 0 C 1 2 3 L 1 1") == [[0, 1, 1 + 1j]]
 
 
-def test_reading_stops_at_what_is_no_path_data() -> None:
+def test_reading_stops_at_what_is_no_path_data():
     assert polylines("M 0 0 L 1 0 oops L 1 1") == [[0, 1]]
 
 
 @given(st.text("MmLlHhVvCcSsQqTtAaZz0123456789.- ,e", max_size=60))
-def test_any_text_gives_lines_of_finite_corners(path: str) -> None:
+def test_any_text_gives_lines_of_finite_corners(path: str):
     for line in polylines(path):
         assert len(line) > 1
 
@@ -133,26 +129,26 @@ def test_any_text_gives_lines_of_finite_corners(path: str) -> None:
 BOX = Box(0.25, 0.5, 0.75, 1.0)
 
 
-def test_a_polygon_is_placed_in_its_box_and_scaled_to_the_image() -> None:
+def test_a_polygon_is_placed_in_its_box_and_scaled_to_the_image():
     segment = Segment("M 0 0 L 1 0 L 1 1 Z", BOX)
     assert segment.polygon(200, 100) == [(50, 50), (150, 50), (150, 100), (50, 50)]
     assert segment.polygon() == [(0.25, 0.5), (0.75, 0.5), (0.75, 1.0), (0.25, 0.5)]
 
 
-def test_the_polygon_is_the_largest_of_the_polygons() -> None:
+def test_the_polygon_is_the_largest_of_the_polygons():
     segment = Segment("M 0 0 h .1 v .1 z M .2 .2 v .8 h .8 v -.8 z", BOX)
     small, large = segment.polygons(100, 100)
     assert segment.polygon(100, 100) == large
     assert (len(small), len(large)) == (4, 5)
 
 
-def test_an_outline_that_draws_nothing_has_no_polygon_and_an_empty_mask() -> None:
+def test_an_outline_that_draws_nothing_has_no_polygon_and_an_empty_mask():
     segment = Segment("M 0 0", BOX)
     assert (segment.polygons(9, 9), segment.polygon(9, 9)) == ([], [])
     assert segment.to_pil_mask(4, 3).getbbox() is None
 
 
-def test_a_mask_is_filled_inside_the_outline() -> None:
+def test_a_mask_is_filled_inside_the_outline():
     mask = Segment("M 0 0 H 1 V 1 H 0 Z", BOX).to_pil_mask(40, 20)
     assert (mask.mode, mask.size) == ("L", (40, 20))
     assert mask.getpixel((20, 15)) == 255
@@ -162,7 +158,7 @@ def test_a_mask_is_filled_inside_the_outline() -> None:
     assert (left, top, right, bottom) == pytest.approx((10, 10, 30, 20), abs=1)
 
 
-def test_a_polygon_that_goes_the_other_way_round_is_a_hole() -> None:
+def test_a_polygon_that_goes_the_other_way_round_is_a_hole():
     whole = Box(0, 0, 1, 1)
     ring = Segment("M 0 0 H 1 V 1 H 0 Z M .25 .25 V .75 H .75 V .25 Z", whole).to_pil_mask(40, 40)
     assert (ring.getpixel((2, 20)), ring.getpixel((20, 20))) == (255, 0)
@@ -221,7 +217,7 @@ def overlap(one: NDArray[Any], other: NDArray[Any]) -> float:
 
 
 @OLD_NUMPY
-def test_run_lengths_of_200_outlines_are_those_of_pycocotools_and_all_forms_agree() -> None:
+def test_run_lengths_of_200_outlines_are_those_of_pycocotools_and_all_forms_agree():
     for segment, width, height in some_outlines(200):
         encoded = segment.to_rle(width, height)
         with Image.open(io.BytesIO(segment.to_png(width, height))) as image:
@@ -235,7 +231,7 @@ def test_run_lengths_of_200_outlines_are_those_of_pycocotools_and_all_forms_agre
 
 
 @OLD_NUMPY
-def test_masks_are_filled_where_the_path_goes_around_the_centres_of_pixels() -> None:
+def test_masks_are_filled_where_the_path_goes_around_the_centres_of_pixels():
     for segment, width, height in some_outlines(20):
         pixels = np.asarray(segment.to_pil_mask(width, height)) == 255
         assert overlap(pixels, winding(segment.polygons(width, height), width, height)) >= 0.999
@@ -247,14 +243,14 @@ def test_masks_are_filled_where_the_path_goes_around_the_centres_of_pixels() -> 
 
 
 @pytest.mark.parametrize("polygons", [[], [[(0, 0), (5, 0)]], [[(-9, -9), (99, -9), (99, 99), (-9, 99)]]])
-def test_empty_and_full_masks_have_one_run_or_two(polygons: list[list[tuple[float, float]]]) -> None:
+def test_empty_and_full_masks_have_one_run_or_two(polygons: list[list[tuple[float, float]]]):
     pixels = np.asarray(mask(polygons, 7, 5))
     assert len(np.unique(pixels)) == 1
     theirs: Any = coco.encode(np.asfortranarray(pixels == 255))
     assert run_length_counts(polygons, 7, 5) == theirs["counts"].decode()
 
 
-def test_masks_of_hostile_sizes_and_outlines_are_refused_or_cheap() -> None:
+def test_masks_of_hostile_sizes_and_outlines_are_refused_or_cheap():
     square = Segment("M 0 0 H 1 V 1 H 0 Z", Box(0, 0, 1, 1))
     assert len(square.to_rle(20_000, 20_000)["counts"]) < 10
     for make in (square.to_pil_mask, square.to_png):
@@ -283,7 +279,7 @@ def test_masks_of_hostile_sizes_and_outlines_are_refused_or_cheap() -> None:
         "M 1e20 1e20 a 1e-3 1e-3 0 1 1 1e-3 1e-3",
     ],
 )
-def test_numbers_of_any_size_make_finite_corners_and_a_mask(path: str) -> None:
+def test_numbers_of_any_size_make_finite_corners_and_a_mask(path: str):
     segment = Segment(path, Box(0.25, 0.25, 0.75, 0.75))
     corners = [corner for line in segment.polygons(40, 30) for corner in line]
     assert corners

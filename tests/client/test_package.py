@@ -1,7 +1,5 @@
 """The package as its users meet it."""
 
-from __future__ import annotations
-
 import importlib.metadata
 import inspect
 import re
@@ -20,7 +18,7 @@ from tools.blocking_client import generated
 PACKAGE = Path(kestrel_client.__file__).parent
 
 
-def test_everything_public_is_exported_and_nothing_else() -> None:
+def test_everything_public_is_exported_and_nothing_else():
     public = {
         name
         for name, value in vars(kestrel_client).items()
@@ -29,7 +27,7 @@ def test_everything_public_is_exported_and_nothing_else() -> None:
     assert public == set(kestrel_client.__all__)
 
 
-def test_importing_loads_neither_torch_nor_pillow_nor_the_server_and_warns_of_nothing() -> None:
+def test_importing_loads_neither_torch_nor_pillow_nor_the_server_and_warns_of_nothing():
     code = (
         "import sys, kestrel_client, kestrel_client.v1.engine_service_pb2_grpc;"
         "print(*{name.partition('.')[0] for name in sys.modules})"
@@ -45,7 +43,7 @@ def test_importing_loads_neither_torch_nor_pillow_nor_the_server_and_warns_of_no
     assert not {"torch", "numpy", "PIL", "kestrel_grpc", "kestrel_runtime"} & set(run.stdout.split())
 
 
-def test_the_readme_lists_every_error() -> None:
+def test_the_readme_lists_every_error():
     errors = {
         name
         for name in kestrel_client.__all__
@@ -55,7 +53,7 @@ def test_the_readme_lists_every_error() -> None:
     assert set(listed) == errors - {"KestrelClientError"}
 
 
-def test_the_readme_lists_every_reason_of_the_client() -> None:
+def test_the_readme_lists_every_reason_of_the_client():
     text = (PACKAGE.parent / "README.md").read_text()
     listed = re.findall(r"^\| `([A-Z_]+)` \|", text, re.MULTILINE)
     others = (
@@ -65,17 +63,17 @@ def test_the_readme_lists_every_reason_of_the_client() -> None:
     assert set(listed) == {*errors.LOCAL_REASONS.values(), *others}
 
 
-def test_the_package_tells_its_version() -> None:
+def test_the_package_tells_its_version():
     assert kestrel_client.__version__ == importlib.metadata.version("kestrel-grpc-client")
 
 
-def test_the_blocking_client_is_generated_from_the_asyncio_client() -> None:
+def test_the_blocking_client_is_generated_from_the_asyncio_client():
     for name, text in generated().items():
         assert (PACKAGE / name).read_text(encoding="utf-8") == text, "run: python -m tools.blocking_client"
 
 
 @pytest.mark.parametrize("client", [kestrel_client.Client, kestrel_client.AsyncClient])
-def test_the_help_of_each_method_describes_each_argument(client: type) -> None:
+def test_the_help_of_each_method_describes_each_argument(client: type):
     for name, method in inspect.getmembers(client, inspect.isfunction):
         arguments = [argument for argument in inspect.signature(method).parameters if argument != "self"]
         if (name.startswith("__") and name != "__init__") or not arguments:
@@ -85,7 +83,7 @@ def test_the_help_of_each_method_describes_each_argument(client: type) -> None:
         assert [argument for argument in arguments if argument not in described] == [], name
 
 
-def test_the_help_of_the_options_describes_each_of_them() -> None:
+def test_the_help_of_the_options_describes_each_of_them():
     options = kestrel_client.CallOptions
     described = re.findall(r"^    (\w+): ", inspect.getdoc(options) or "", re.MULTILINE)
     assert described == list(options.__annotations__)
@@ -94,14 +92,14 @@ def test_the_help_of_the_options_describes_each_of_them() -> None:
             assert "see `CallOptions`" in (method.__doc__ or "")
 
 
-def test_the_readme_lists_every_option() -> None:
+def test_the_readme_lists_every_option():
     text = (PACKAGE.parent / "README.md").read_text()
     _, _, section = text.partition("## What every call takes")
     listed = re.findall(r"^\| `([a-z]\w*)` \|", section.partition("\n## ")[0], re.MULTILINE)
     assert listed == list(kestrel_client.CallOptions.__annotations__)
 
 
-def test_type_checkers_find_the_types() -> None:
+def test_type_checkers_find_the_types():
     assert (PACKAGE / "py.typed").exists()
     project = tomllib.loads((PACKAGE.parent / "pyproject.toml").read_text())
     assert project["tool"]["setuptools"]["package-data"]["kestrel_client"] == ["py.typed", "v1/*.pyi"]
@@ -109,7 +107,7 @@ def test_type_checkers_find_the_types() -> None:
 
 def test_the_examples_of_the_readme_run_as_written(
     address: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+):
     monkeypatch.chdir(tmp_path)
     Image.new("RGB", (40, 30), "white").save("bird.jpg")
     examples = re.findall("```python\n(.*?)```", (PACKAGE.parent / "README.md").read_text(), re.DOTALL)

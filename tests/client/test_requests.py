@@ -1,7 +1,5 @@
 """From arguments to request messages."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any, cast
 
@@ -12,7 +10,7 @@ from kestrel_client.images import put_reference
 from kestrel_client.v1 import generation_pb2, media_pb2, vision_service_pb2
 
 
-def test_what_is_left_out_stays_out_of_the_message() -> None:
+def test_what_is_left_out_stays_out_of_the_message():
     message = requests.query(vision_service_pb2.QueryRequest, "what?", None, (), {})
     assert message.question == "what?"
     assert not message.HasField("reasoning")
@@ -23,7 +21,7 @@ def test_what_is_left_out_stays_out_of_the_message() -> None:
     assert not requests.point(vision_service_pb2.PointRequest, "kite", None, (), {}).HasField("max_objects")
 
 
-def test_zero_and_false_are_values() -> None:
+def test_zero_and_false_are_values():
     message = requests.query(
         vision_service_pb2.CompleteQueryRequest, "what?", False, (), {"temperature": 0, "seed": 0}
     )
@@ -32,7 +30,7 @@ def test_zero_and_false_are_values() -> None:
     assert message.sampling.HasField("seed")
 
 
-def test_every_option_reaches_its_field() -> None:
+def test_every_option_reaches_its_field():
     message = requests.detect(
         vision_service_pb2.DetectRequest,
         "kite",
@@ -46,19 +44,19 @@ def test_every_option_reaches_its_field() -> None:
     assert message.options.max_queue_duration.ToMilliseconds() == 1500
 
 
-def test_stop_strings_are_a_list_or_a_single_one() -> None:
+def test_stop_strings_are_a_list_or_a_single_one():
     for given, sent in ((["a", "b"], ["a", "b"]), ("ab", ["ab"]), (None, [])):
         message = requests.caption(vision_service_pb2.CaptionRequest, None, {"stop": given, "include_stop": True})
         assert message.sampling.stop == sent
         assert message.sampling.include_stop
 
 
-def test_every_setting_of_sampling_is_an_option() -> None:
+def test_every_setting_of_sampling_is_an_option():
     settings = set(generation_pb2.SamplingParams.DESCRIPTOR.fields_by_name)
     assert settings <= CallOptions.__annotations__.keys()
 
 
-def test_every_setting_of_sampling_reaches_its_field() -> None:
+def test_every_setting_of_sampling_reaches_its_field():
     settings: dict[str, Any] = {
         "temperature": 0.5,
         "top_p": 0.25,
@@ -82,13 +80,13 @@ def test_every_setting_of_sampling_reaches_its_field() -> None:
 
 
 @pytest.mark.parametrize(("policy", "number"), [(None, 0), ("use", 1), ("refresh", 2), ("bypass", 3)])
-def test_a_cache_policy_is_sent_by_its_number(policy: Any, number: int) -> None:
+def test_a_cache_policy_is_sent_by_its_number(policy: Any, number: int):
     assert (
         requests.point(vision_service_pb2.PointRequest, "kite", None, (), {"cache": policy}).options.cache == number
     )
 
 
-def test_references_keep_their_order_and_kind() -> None:
+def test_references_keep_their_order_and_kind():
     message = requests.segment(vision_service_pb2.SegmentRequest, "kite", (Point(0.5, 0.25), Box(0, 0, 0.5, 1)), {})
     assert [ref.WhichOneof("ref") for ref in message.spatial_refs] == ["point", "box"]
     assert message.spatial_refs[0].point.y == 0.25
@@ -96,11 +94,11 @@ def test_references_keep_their_order_and_kind() -> None:
 
 
 @pytest.mark.parametrize(("length", "number"), [(None, 0), ("short", 1), ("normal", 2), ("long", 3)])
-def test_a_length_is_sent_by_its_number(length: Any, number: int) -> None:
+def test_a_length_is_sent_by_its_number(length: Any, number: int):
     assert requests.caption(vision_service_pb2.CaptionRequest, length, {}).length == number
 
 
-def test_a_length_that_does_not_exist_is_refused() -> None:
+def test_a_length_that_does_not_exist_is_refused():
     endless: Any = "endless"
     with pytest.raises(InvalidRequest, match="length: is one of short, normal, long, not 'endless'"):
         requests.caption(vision_service_pb2.CaptionRequest, endless, {})
@@ -111,7 +109,7 @@ def test_a_length_that_does_not_exist_is_refused() -> None:
 
 
 @pytest.mark.parametrize(("priority", "number"), [(None, 0), ("interactive", 1), ("normal", 2), ("batch", 3)])
-def test_a_priority_is_sent_by_its_number(priority: Any, number: int) -> None:
+def test_a_priority_is_sent_by_its_number(priority: Any, number: int):
     assert (
         requests.point(vision_service_pb2.PointRequest, "kite", None, (), {"priority": priority}).options.priority
         == number
@@ -131,14 +129,14 @@ def test_a_priority_is_sent_by_its_number(priority: Any, number: int) -> None:
         ("max_queue_s", 1e300),
     ],
 )
-def test_an_option_of_a_wrong_type_or_size_is_named(name: str, value: Any) -> None:
+def test_an_option_of_a_wrong_type_or_size_is_named(name: str, value: Any):
     options: Any = {name: value}
     with pytest.raises(InvalidRequest) as caught:
         requests.point(vision_service_pb2.PointRequest, "kite", None, (), options)
     assert caught.value.violations[0].field == name
 
 
-def test_an_argument_in_the_wrong_place_is_named_and_not_printed() -> None:
+def test_an_argument_in_the_wrong_place_is_named_and_not_printed():
     picture: Any = b"secret" * 1000
     for build in (
         lambda: requests.query(vision_service_pb2.QueryRequest, picture, None, (), {}),
@@ -178,14 +176,14 @@ HALF = "a\ud800"
         (lambda: put_reference(media_pb2.Image(), f"https://example.com/{HALF}"), "image"),
     ],
 )
-def test_a_text_that_is_no_utf_8_is_named(build: Callable[[], object], field: str) -> None:
+def test_a_text_that_is_no_utf_8_is_named(build: Callable[[], object], field: str):
     with pytest.raises(InvalidRequest) as caught:
         build()
     assert [violation.field for violation in caught.value.violations] == [field]
     assert str(caught.value).isascii()
 
 
-def test_a_request_id_is_made_where_the_caller_has_none() -> None:
+def test_a_request_id_is_made_where_the_caller_has_none():
     assert requests.request_id({"request_id": "mine"}) == "mine"
     first, second = requests.request_id({}), requests.request_id({"request_id": None})
     assert first != second
@@ -193,14 +191,14 @@ def test_a_request_id_is_made_where_the_caller_has_none() -> None:
 
 
 @pytest.mark.parametrize("wrong", ["", "a b", "a\n", "é", "x" * 129, 7])
-def test_a_request_id_that_no_call_can_carry_is_refused(wrong: Any) -> None:
+def test_a_request_id_that_no_call_can_carry_is_refused(wrong: Any):
     with pytest.raises(InvalidRequest) as caught:
         requests.request_id({"request_id": wrong})
     assert caught.value.violations[0].field == "request_id"
     assert caught.value.request_id
 
 
-def test_a_call_may_shorten_or_lengthen_the_clients_timeout() -> None:
+def test_a_call_may_shorten_or_lengthen_the_clients_timeout():
     assert requests.retries({}, 120, 30).timeout_s == 120
     assert requests.retries({"timeout_s": None}, 120, 30).timeout_s == 120
     assert requests.retries({"timeout_s": 600}, 120, 30).timeout_s == 600
@@ -213,7 +211,7 @@ def test_a_call_may_shorten_or_lengthen_the_clients_timeout() -> None:
     ("mistyped", "suggestion"),
     [("max_new_tokens", "max_tokens"), ("temprature", "temperature"), ("timeout", "timeout_s"), ("zzz", None)],
 )
-def test_an_unknown_option_names_the_one_that_was_meant(mistyped: str, suggestion: str | None) -> None:
+def test_an_unknown_option_names_the_one_that_was_meant(mistyped: str, suggestion: str | None):
     options: Any = {mistyped: 1}
     with pytest.raises(TypeError) as caught:
         requests.caption(vision_service_pb2.CaptionRequest, None, options)
@@ -221,7 +219,7 @@ def test_an_unknown_option_names_the_one_that_was_meant(mistyped: str, suggestio
     assert str(caught.value) == f"unexpected keyword argument: {mistyped}{meant}"
 
 
-def test_a_constraint_is_for_queries() -> None:
+def test_a_constraint_is_for_queries():
     options: CallOptions = {"choices": ["yes", "no"]}
     asked = requests.query(vision_service_pb2.QueryRequest, "what?", None, (), options)
     assert asked.constraint.choices.values == ["yes", "no"]
@@ -240,7 +238,7 @@ def constraint(**options: Any) -> generation_pb2.Constraint:
     return requests.query(vision_service_pb2.QueryRequest, "what?", None, (), given).constraint
 
 
-def test_each_constraint_is_a_kind_of_its_message() -> None:
+def test_each_constraint_is_a_kind_of_its_message():
     assert constraint() == generation_pb2.Constraint()
     choices = generation_pb2.Choices(values=["a", "b"])
     assert constraint(choices=["a", "b"]) == generation_pb2.Constraint(choices=choices)
@@ -263,7 +261,7 @@ def test_each_constraint_is_a_kind_of_its_message() -> None:
         ({"json_schema": {"const": float("nan")}}, "json_schema"),
     ],
 )
-def test_a_wrong_constraint_is_named(given: dict[str, Any], field: str) -> None:
+def test_a_wrong_constraint_is_named(given: dict[str, Any], field: str):
     with pytest.raises(InvalidRequest) as caught:
         constraint(**given)
     assert [violation.field for violation in caught.value.violations] == [field]

@@ -1,7 +1,5 @@
 """From response messages to values."""
 
-from __future__ import annotations
-
 import dataclasses
 import json
 
@@ -22,46 +20,46 @@ from kestrel_client.v1 import engine_service_pb2, generation_pb2, media_pb2, vis
 from tests.client import canned
 
 
-def test_timing_is_in_seconds() -> None:
+def test_timing_is_in_seconds():
     timing = results.caption_result(canned.caption_result()).timing
     assert timing == Timing(
         queue_s=0.001, preprocess_s=0.002, prefill_s=0.03, time_to_first_token_s=0.033, decode_s=1.5
     )
 
 
-def test_every_finish_reason_of_the_contract_is_known() -> None:
+def test_every_finish_reason_of_the_contract_is_known():
     for name in generation_pb2.DESCRIPTOR.enum_types_by_name["FinishReason"].values_by_name:
         info = generation_pb2.ResponseInfo(finish_reason=name)
         result = results.caption_result(vision_service_pb2.CaptionResult(info=info))
         assert (result.finish_reason is FinishReason.UNKNOWN) == name.endswith("_UNSPECIFIED")
 
 
-def test_every_channel_of_the_contract_is_known() -> None:
+def test_every_channel_of_the_contract_is_known():
     for name in generation_pb2.DESCRIPTOR.enum_types_by_name["TextChannel"].values_by_name:
         delta = results.text_delta(generation_pb2.TextDelta(channel=name))
         assert (delta.channel is TextChannel.UNKNOWN) == name.endswith("_UNSPECIFIED")
 
 
-def test_every_status_of_an_engine_is_known() -> None:
+def test_every_status_of_an_engine_is_known():
     for name in engine_service_pb2.DESCRIPTOR.enum_types_by_name["EngineStatus"].values_by_name:
         engine = engine_service_pb2.EngineLoad(status=name)
         (read,) = results.load(engine_service_pb2.GetLoadResponse(engines=[engine])).engines
         assert (read.status is EngineStatus.UNKNOWN) == name.endswith("_UNSPECIFIED")
 
 
-def test_a_server_without_the_parts_of_the_load_has_none() -> None:
+def test_a_server_without_the_parts_of_the_load_has_none():
     response = engine_service_pb2.GetLoadResponse(load=engine_service_pb2.Load(page_count=5))
     load = results.load(response)
     assert (load.page_count, load.engines, load.frontends) == (5, (), ())
 
 
-def test_a_reason_from_the_future_is_unknown_rather_than_an_error() -> None:
+def test_a_reason_from_the_future_is_unknown_rather_than_an_error():
     message = vision_service_pb2.CaptionResult()
     message.info.MergeFromString(b"\x18\x63")  # field 3, value 99
     assert results.caption_result(message).finish_reason is FinishReason.UNKNOWN
 
 
-def test_a_result_cannot_be_changed_and_can_be_written_as_json() -> None:
+def test_a_result_cannot_be_changed_and_can_be_written_as_json():
     result = results.query_result(canned.query_result(thought=canned.THOUGHT))
     with pytest.raises(dataclasses.FrozenInstanceError):
         result.answer = "else"  # pyrefly: ignore[read-only] that is the test
@@ -74,7 +72,7 @@ def test_a_result_cannot_be_changed_and_can_be_written_as_json() -> None:
     }
 
 
-def test_a_stop_string_logprobs_and_alternatives_are_read() -> None:
+def test_a_stop_string_logprobs_and_alternatives_are_read():
     top = generation_pb2.TopLogprob(text="b", bytes=b"b", logprob=-2.0, token_id=4)
     token = generation_pb2.TokenLogprob(text="a", bytes=b"a", logprob=-1.0, token_id=3, top=[top])
     read = TokenLogprob("a", b"a", -1.0, 3, (TopLogprob("b", b"b", -2.0, 4),))
@@ -110,7 +108,7 @@ def test_a_stop_string_logprobs_and_alternatives_are_read() -> None:
     assert delta.logprobs == (read,)
 
 
-def test_places_are_also_told_in_pixels_of_the_image() -> None:
+def test_places_are_also_told_in_pixels_of_the_image():
     points = [media_pb2.NormalizedPoint(x=0.25, y=0.5), media_pb2.NormalizedPoint(x=1, y=1)]
     pointed = results.point_result(vision_service_pb2.PointResponse(points=points, info=canned.INFO), "kite")
     assert (pointed.width_px, pointed.height_px, pointed.object) == (200, 100, "kite")
@@ -125,14 +123,14 @@ def test_places_are_also_told_in_pixels_of_the_image() -> None:
     assert results.gaze_result(vision_service_pb2.GazeResponse(info=canned.INFO)).target_px is None
 
 
-def test_without_the_size_of_the_image_there_are_no_pixels() -> None:
+def test_without_the_size_of_the_image_there_are_no_pixels():
     pointed = results.point_result(vision_service_pb2.PointResponse(points=[media_pb2.NormalizedPoint()]), "kite")
     assert (pointed.width_px, pointed.height_px) == (None, None)
     with pytest.raises(ValueError, match="did not report the size"):
         _ = pointed.points_px
 
 
-def test_scores_of_points_and_boxes_are_read_where_there_are_some() -> None:
+def test_scores_of_points_and_boxes_are_read_where_there_are_some():
     place, box = media_pb2.NormalizedPoint(x=0.5, y=0.25), media_pb2.NormalizedBox(x_max=1.0, y_max=1.0)
     pointed = [
         vision_service_pb2.PointedObject(point=place, score=0.0),

@@ -1,7 +1,5 @@
 """Images that both clients store: on request, and by themselves when an image is sent again."""
 
-from __future__ import annotations
-
 import argparse
 import asyncio
 import hashlib
@@ -45,9 +43,7 @@ async def async_client(address: str) -> AsyncIterator[AsyncClient]:
         yield client
 
 
-def test_an_image_is_stored_described_read_and_dropped(
-    client: Client, tmp_path: Path, vision: CannedVision
-) -> None:
+def test_an_image_is_stored_described_read_and_dropped(client: Client, tmp_path: Path, vision: CannedVision):
     path = tmp_path / "kite.png"
     path.write_bytes(PICTURE)
     image = client.upload_image(path, ttl_s=1.5, pin=True)
@@ -63,7 +59,7 @@ def test_an_image_is_stored_described_read_and_dropped(
             call(image)
 
 
-async def test_the_awaiting_client_does_the_same(async_client: AsyncClient, vision: CannedVision) -> None:
+async def test_the_awaiting_client_does_the_same(async_client: AsyncClient, vision: CannedVision):
     image = await async_client.upload_image(PICTURE)
     assert not vision.images.requests[0].HasField("ttl")
     assert (await async_client.get_image(image)).image_id == id_of(PICTURE)
@@ -74,7 +70,7 @@ async def test_the_awaiting_client_does_the_same(async_client: AsyncClient, visi
         await async_client.detect(image, "kite")
 
 
-def test_a_stored_image_stands_for_the_image_everywhere(client: Client, vision: CannedVision) -> None:
+def test_a_stored_image_stands_for_the_image_everywhere(client: Client, vision: CannedVision):
     image = client.upload_image(PICTURE)
     for given in (image, image.image_id):
         client.query(given, "q").result()
@@ -87,14 +83,14 @@ def test_a_stored_image_stands_for_the_image_everywhere(client: Client, vision: 
     assert [request.image.image_id for request in vision.requests] == [image.image_id] * 14
 
 
-def test_a_name_that_the_server_does_not_know_is_the_callers_to_handle(client: Client) -> None:
+def test_a_name_that_the_server_does_not_know_is_the_callers_to_handle(client: Client):
     with pytest.raises(ImageNotFound):
         client.point(id_of(LARGE), "kite")
     with pytest.raises(ImageNotFound):
         client.query(id_of(LARGE), "q").result()
 
 
-def test_pixels_are_sent_as_they_are(client: Client, vision: CannedVision) -> None:
+def test_pixels_are_sent_as_they_are(client: Client, vision: CannedVision):
     client.point(RawImage(memoryview(bytes(24)), 3, 2, "rgba8"), "kite")
     client.point(RawImage(bytes(20), 3, 2, "gray8", row_stride_bytes=10), "kite")
     packed, padded = (request.image.raw for request in vision.requests)
@@ -110,7 +106,7 @@ def blocking_calls(client: Client) -> list[Callable[[bytes], object]]:
 @pytest.mark.parametrize("which", [0, 1])
 def test_an_image_that_is_sent_again_is_stored_once_and_then_named(
     client: Client, vision: CannedVision, which: int
-) -> None:
+):
     call = blocking_calls(client)[which]
     for _ in range(4):
         call(LARGE)
@@ -118,7 +114,7 @@ def test_an_image_that_is_sent_again_is_stored_once_and_then_named(
     assert len(vision.images.requests) == 1
 
 
-async def test_the_awaiting_client_stores_it_once_too(async_client: AsyncClient, vision: CannedVision) -> None:
+async def test_the_awaiting_client_stores_it_once_too(async_client: AsyncClient, vision: CannedVision):
     for _ in range(2):
         await async_client.point(LARGE, "kite")
         assert (await async_client.query(LARGE, "q").result()).answer == "".join(ANSWER_PIECES)
@@ -127,9 +123,7 @@ async def test_the_awaiting_client_stores_it_once_too(async_client: AsyncClient,
 
 
 @pytest.mark.parametrize("which", [0, 1])
-def test_an_image_that_the_server_has_dropped_is_stored_again(
-    client: Client, vision: CannedVision, which: int
-) -> None:
+def test_an_image_that_the_server_has_dropped_is_stored_again(client: Client, vision: CannedVision, which: int):
     call = blocking_calls(client)[which]
     call(LARGE)
     call(LARGE)
@@ -142,7 +136,7 @@ def test_an_image_that_the_server_has_dropped_is_stored_again(
 @pytest.mark.parametrize("streaming", [False, True])
 async def test_the_awaiting_client_stores_a_dropped_image_again(
     async_client: AsyncClient, vision: CannedVision, streaming: bool
-) -> None:
+):
     async def call() -> Any:
         return await (async_client.query(LARGE, "q").result() if streaming else async_client.point(LARGE, "kite"))
 
@@ -157,7 +151,7 @@ async def test_the_awaiting_client_stores_a_dropped_image_again(
 @pytest.mark.parametrize("which", [0, 1])
 def test_where_storing_does_not_help_the_image_is_sent(
     client: Client, vision: CannedVision, monkeypatch: pytest.MonkeyPatch, which: int
-) -> None:
+):
     # As behind a balancer, where each call may come to another server.
     monkeypatch.setattr(vision, "names_unknown", lambda request: request.image.HasField("image_id"))
     call = blocking_calls(client)[which]
@@ -177,7 +171,7 @@ def test_where_storing_does_not_help_the_image_is_sent(
 )
 async def test_a_server_that_stores_nothing_gets_the_image_each_time(
     client: Client, async_client: AsyncClient, vision: CannedVision, refusal: grpc.StatusCode, num_tries: int
-) -> None:
+):
     vision.images.refusal = refusal
     for _ in range(3):
         await asyncio.to_thread(client.point, LARGE, "kite")
@@ -186,27 +180,27 @@ async def test_a_server_that_stores_nothing_gets_the_image_each_time(
     assert len(vision.images.requests) == 2 * num_tries
 
 
-def test_small_images_are_sent_each_time(client: Client, vision: CannedVision) -> None:
+def test_small_images_are_sent_each_time(client: Client, vision: CannedVision):
     for _ in range(3):
         client.point(LARGE[1:], "kite")
     assert sources(vision) == ["data"] * 3
 
 
-def test_storing_can_be_switched_off(address: str, vision: CannedVision) -> None:
+def test_storing_can_be_switched_off(address: str, vision: CannedVision):
     with Client(address, store_from_bytes=None) as client:
         for _ in range(3):
             client.point(bytes(2**20), "kite")
     assert sources(vision) == ["data"] * 3
 
 
-def test_threads_that_send_one_image_all_get_answers(client: Client, vision: CannedVision) -> None:
+def test_threads_that_send_one_image_all_get_answers(client: Client, vision: CannedVision):
     with ThreadPoolExecutor(4) as threads:
         found = list(threads.map(lambda _: client.point(LARGE, "kite").points, range(20)))
     assert found == [found[0]] * 20
     assert sources(vision).count("image_id") >= 12
 
 
-def test_other_failures_are_not_retried(client: Client, vision: CannedVision) -> None:
+def test_other_failures_are_not_retried(client: Client, vision: CannedVision):
     client.point(LARGE, "kite")
     vision.images.stored.clear()
     with pytest.raises(ImageNotFound):
@@ -223,7 +217,7 @@ def run_command(address: str, *arguments: str) -> int:
 
 def test_the_commands_store_describe_and_drop(
     address: str, vision: CannedVision, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+):
     path, copy = tmp_path / "kite.png", tmp_path / "copy.png"
     path.write_bytes(PICTURE)
     assert run_command(address, "image", "upload", str(path), "--ttl", "60", "--pin") == 0

@@ -1,7 +1,5 @@
 """No proxy between a client and a server on the same machine."""
 
-from __future__ import annotations
-
 import socket
 import threading
 from collections.abc import Iterator
@@ -27,12 +25,12 @@ ELSEWHERE = (
 
 
 @pytest.mark.parametrize("target", HERE)
-def test_a_target_on_this_machine_is_known_as_one(target: str) -> None:
+def test_a_target_on_this_machine_is_known_as_one(target: str):
     assert is_this_machine(target)
 
 
 @pytest.mark.parametrize("target", ELSEWHERE)
-def test_a_target_elsewhere_is_not_taken_for_this_machine(target: str) -> None:
+def test_a_target_elsewhere_is_not_taken_for_this_machine(target: str):
     assert not is_this_machine(target)
 
 
@@ -72,21 +70,21 @@ def proxy(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> It
     found.close()
 
 
-def test_a_client_reaches_this_machine_without_the_proxy(address: str, proxy: Proxy) -> None:
+def test_a_client_reaches_this_machine_without_the_proxy(address: str, proxy: Proxy):
     for place in (address, f"http://{address}", f"dns:///{address.replace('127.0.0.1', 'localhost')}"):
         with Client(place, max_retries=0) as client:
             assert client.point(b"picture", "kite").points
     assert proxy.asked == []
 
 
-async def test_an_asynchronous_client_reaches_this_machine_without_the_proxy(address: str, proxy: Proxy) -> None:
+async def test_an_asynchronous_client_reaches_this_machine_without_the_proxy(address: str, proxy: Proxy):
     async with AsyncClient(address, max_retries=0) as client:
         assert (await client.point(b"picture", "kite")).points
     assert proxy.asked == []
 
 
 @pytest.mark.parametrize("proxy", ["http_proxy"], indirect=True)
-def test_a_server_elsewhere_is_asked_through_the_proxy(proxy: Proxy) -> None:
+def test_a_server_elsewhere_is_asked_through_the_proxy(proxy: Proxy):
     with (
         Client("192.0.2.7:50051", max_retries=0, timeout_s=30.0) as client,
         pytest.raises(KestrelClientError),

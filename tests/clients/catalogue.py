@@ -1,7 +1,5 @@
 """Lists the clients of others that `make test-clients` runs: their pinned packages and their programs."""
 
-from __future__ import annotations
-
 import re
 from dataclasses import dataclass
 from pathlib import Path

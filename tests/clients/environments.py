@@ -3,8 +3,6 @@
 Some need versions of packages that ours do not go with.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import re

@@ -1,7 +1,5 @@
 """Writes what the clients of others have shown as the table of docs/clients.md."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass

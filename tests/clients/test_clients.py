@@ -1,7 +1,5 @@
 """The list of clients, its table in the documentation, and what an installation does without an index."""
 
-from __future__ import annotations
-
 import re
 
 import pytest

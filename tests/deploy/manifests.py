@@ -1,7 +1,5 @@
 """The manifests of Kubernetes below `deploy/`, and what has a schema for each kind."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path

@@ -3,8 +3,6 @@
 Part of `python -m tests.deploy`, which installs Helm's library into an environment of its own.
 """
 
-from __future__ import annotations
-
 import copy
 import json
 import subprocess
@@ -85,17 +83,17 @@ def without_instance(value: Any) -> Any:
     return {name: item for name, item in kept.items() if (name, item) != ("labels", {})}
 
 
-def test_the_linter_finds_nothing_but_the_missing_icon(helm: dict[str, Any]) -> None:
+def test_the_linter_finds_nothing_but_the_missing_icon(helm: dict[str, Any]):
     assert helm["lint"]["errors"] == []
     assert [message["error"] for message in helm["lint"]["messages"]] == ["icon is recommended"]
 
 
-def test_the_version_is_that_of_the_server() -> None:
+def test_the_version_is_that_of_the_server():
     facts = yaml.safe_load((CHART / "Chart.yaml").read_text(encoding="utf-8"))
     assert (facts["version"], facts["appVersion"]) == (__version__, __version__)
 
 
-def test_without_values_the_manifests_are_those_of_the_folder(helm: dict[str, Any]) -> None:
+def test_without_values_the_manifests_are_those_of_the_folder(helm: dict[str, Any]):
     plain = [item.content for item in manifests() if item.path.parent == KUBERNETES]
     by_name = [
         {(item["kind"], item["metadata"]["name"]): without_instance(item) for item in documents}
@@ -106,7 +104,7 @@ def test_without_values_the_manifests_are_those_of_the_folder(helm: dict[str, An
 
 
 @pytest.mark.parametrize("name", VALUES)
-def test_what_is_rendered_is_valid_and_starts_a_server(helm: dict[str, Any], name: str, tmp_path: Path) -> None:
+def test_what_is_rendered_is_valid_and_starts_a_server(helm: dict[str, Any], name: str, tmp_path: Path):
     documents = helm[name]["documents"]
     path = tmp_path / "rendered.yaml"
     path.write_text(yaml.safe_dump_all(documents), encoding="utf-8")
@@ -114,7 +112,7 @@ def test_what_is_rendered_is_valid_and_starts_a_server(helm: dict[str, Any], nam
     config_of(of_kind(documents, "Deployment"))  # raises an error about options that contradict each other
 
 
-def test_selectors_tell_releases_apart(helm: dict[str, Any]) -> None:
+def test_selectors_tell_releases_apart(helm: dict[str, Any]):
     documents = helm["other"]["documents"]
     pods = of_kind(documents, "Deployment")["spec"]
     labels = pods["template"]["metadata"]["labels"]
@@ -128,7 +126,7 @@ def test_selectors_tell_releases_apart(helm: dict[str, Any]) -> None:
     assert claims == ["other-7"]
 
 
-def test_values_reach_the_pods(helm: dict[str, Any]) -> None:
+def test_values_reach_the_pods(helm: dict[str, Any]):
     def deployment(name: str) -> dict[str, Any]:
         return of_kind(helm[name]["documents"], "Deployment")
 
@@ -156,6 +154,6 @@ def test_values_reach_the_pods(helm: dict[str, Any]) -> None:
 
 
 @pytest.mark.parametrize("name", REFUSED)
-def test_values_that_would_have_no_effect_or_a_wrong_one_are_refused(helm: dict[str, Any], name: str) -> None:
+def test_values_that_would_have_no_effect_or_a_wrong_one_are_refused(helm: dict[str, Any], name: str):
     assert "documents" not in helm[name]
     assert helm[name]["refusal"]

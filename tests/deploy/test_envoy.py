@@ -1,7 +1,5 @@
 """The configuration of Envoy: Envoy takes it, and it fits the defaults of the server. `tests/scale` runs it."""
 
-from __future__ import annotations
-
 import json
 import re
 import subprocess

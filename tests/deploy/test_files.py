@@ -1,7 +1,5 @@
 """What is under `deploy/`: each file to its own tool, and what one file says of another is so."""
 
-from __future__ import annotations
-
 import json
 import re
 import shutil

@@ -1,7 +1,5 @@
 """The configuration files for ghz: settings that ghz has, and data that are requests of this server."""
 
-from __future__ import annotations
-
 import io
 import json
 import re
@@ -48,12 +46,12 @@ def request(file: Path) -> tuple[str, Message]:
     return method, json_format.ParseDict(found["data"], kind())
 
 
-def test_there_are_files() -> None:
+def test_there_are_files():
     assert len(FILES) >= 5
 
 
 @pytest.mark.parametrize("file", FILES, ids=lambda file: file.stem)
-def test_every_setting_is_one_of_ghz(file: Path) -> None:
+def test_every_setting_is_one_of_ghz(file: Path):
     found = settings(file)
     assert found.keys() - GHZ_SETTINGS == set()
     for name in ("timeout", "duration"):
@@ -63,13 +61,13 @@ def test_every_setting_is_one_of_ghz(file: Path) -> None:
 
 
 @pytest.mark.parametrize("file", FILES, ids=lambda file: file.stem)
-def test_the_data_are_a_request_with_a_picture(file: Path) -> None:
+def test_the_data_are_a_request_with_a_picture(file: Path):
     _, message = request(file)
     picture: Any = message
     assert Image.open(io.BytesIO(picture.image.data)).size == (160, 120)
 
 
-async def test_the_server_answers_every_call() -> None:
+async def test_the_server_answers_every_call():
     async with serving() as server:
         for file in FILES:
             method, message = request(file)
@@ -81,7 +79,7 @@ async def test_the_server_answers_every_call() -> None:
         assert len(server.engine.requests) == len(FILES)
 
 
-def test_every_file_is_in_the_documentation() -> None:
+def test_every_file_is_in_the_documentation():
     page = (CHECKOUT / "docs" / "bench.md").read_text(encoding="utf-8")
     rows = dict(re.findall(r"^\| `(\w+\.json)` \| `(VisionService\.\w+)`", page, re.MULTILINE))
     assert rows == {file.name: settings(file)["call"].removeprefix("kestrel.v1.") for file in FILES}

@@ -1,7 +1,5 @@
 """The manifests of Kubernetes: each has a schema, and names, ports, labels and metrics are the same everywhere."""
 
-from __future__ import annotations
-
 import re
 import subprocess
 from pathlib import Path

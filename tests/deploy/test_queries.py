@@ -1,7 +1,5 @@
 """Every query of the dashboard, the alert rules and the autoscalers, put to a Prometheus that scraped a server."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 import re

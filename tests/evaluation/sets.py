@@ -1,7 +1,5 @@
 """Tiny sets of drawn shapes in the layouts of the published ones. The built-in model knows these shapes."""
 
-from __future__ import annotations
-
 import io
 import json
 import pickle

@@ -1,7 +1,5 @@
 """The command `kestrel-grpc evaluate`, asked of a true server with the built-in model."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 import re
@@ -44,7 +42,7 @@ def read(path: Path) -> Any:
 
 async def test_chartqa_from_the_files_to_scores_answers_and_page(
     address: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+):
     folder = sets.chartqa(tmp_path / "set")
     page, answers = tmp_path / "page.html", tmp_path / "answers.json"
     assert await evaluate(address, "chartqa", folder, "--html", page, "--json", answers) == 0
@@ -66,7 +64,7 @@ async def test_chartqa_from_the_files_to_scores_answers_and_page(
     assert "<script" not in text
 
 
-async def test_streamed_answers_score_as_whole_ones(address: str, tmp_path: Path) -> None:
+async def test_streamed_answers_score_as_whole_ones(address: str, tmp_path: Path):
     folder = sets.chartqa(tmp_path / "set")
     whole, streamed = tmp_path / "whole.json", tmp_path / "streamed.json"
     assert await evaluate(address, "chartqa", folder, "--json", whole) == 0
@@ -77,7 +75,7 @@ async def test_streamed_answers_score_as_whole_ones(address: str, tmp_path: Path
 
 async def test_a_report_says_the_server_the_machine_and_the_load(
     address: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+):
     folder = sets.chartqa(tmp_path / "set")
     page, answers = tmp_path / "page.html", tmp_path / "answers.json"
     words = ("--in-flight", "2", "--html", page, "--json", answers)
@@ -100,7 +98,7 @@ async def test_a_report_says_the_server_the_machine_and_the_load(
 
 async def test_answers_that_are_all_the_same_are_named(
     address: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+):
     folder = sets.chartqa(tmp_path / "set")
     page, answers = tmp_path / "page.html", tmp_path / "answers.json"
     for part in ("human", "augmented"):
@@ -119,9 +117,7 @@ async def test_answers_that_are_all_the_same_are_named(
     assert "knows drawn shapes and printed text alone" in only
 
 
-async def test_a_failed_call_is_counted_and_shown(
-    address: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+async def test_a_failed_call_is_counted_and_shown(address: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     folder = sets.chartqa(tmp_path / "set")
     (folder / "test" / "png" / "two.png").write_bytes(b"no picture")
     page, answers = tmp_path / "page.html", tmp_path / "answers.json"
@@ -148,14 +144,14 @@ async def test_a_failed_call_is_counted_and_shown(
 )
 async def test_questions_are_scored_by_the_metric_of_their_set(
     address: str, tmp_path: Path, task: str, write: Callable[[Path], Path], expected: dict[str, float]
-) -> None:
+):
     answers = tmp_path / "answers.json"
     assert await evaluate(address, task, write(tmp_path / "set"), "--json", answers) == 0
     scores = {name: score["value"] for name, score in read(answers)["scores"].items()}
     assert scores == pytest.approx(expected)
 
 
-async def test_points_are_drawn_into_the_worst_cases(address: str, tmp_path: Path) -> None:
+async def test_points_are_drawn_into_the_worst_cases(address: str, tmp_path: Path):
     folder = sets.refcoco(tmp_path / "refcoco")
     page, answers = tmp_path / "page.html", tmp_path / "answers.json"
     assert await evaluate(address, "refcoco", folder, "--html", page, "--json", answers) == 0
@@ -167,7 +163,7 @@ async def test_points_are_drawn_into_the_worst_cases(address: str, tmp_path: Pat
     assert "green square" in text
 
 
-async def test_scores_of_coco_are_those_of_pycocotools(address: str, tmp_path: Path) -> None:
+async def test_scores_of_coco_are_those_of_pycocotools(address: str, tmp_path: Path):
     folder = sets.coco(tmp_path / "coco")
     answers = tmp_path / "answers.json"
     assert await evaluate(address, "coco", folder, "--json", answers) == 0
@@ -195,7 +191,7 @@ async def test_scores_of_coco_are_those_of_pycocotools(address: str, tmp_path: P
 )
 async def test_a_mistake_in_the_call_is_told_before_a_server_is_asked(
     words: list[str], complaints: list[str], tmp_path: Path, monkeypatch: Any, capsys: pytest.CaptureFixture[str]
-) -> None:
+):
     monkeypatch.chdir(tmp_path)
     assert main(["evaluate", *words, "--address", "127.0.0.1:1"]) == 2
     told = capsys.readouterr().err
@@ -204,7 +200,7 @@ async def test_a_mistake_in_the_call_is_told_before_a_server_is_asked(
 
 async def test_a_missing_library_is_named_with_its_extra(
     tmp_path: Path, monkeypatch: Any, capsys: pytest.CaptureFixture[str]
-) -> None:
+):
     monkeypatch.setitem(sys.modules, "pycocotools", None)  # importing it fails
     assert main(["evaluate", "coco", str(sets.coco(tmp_path)), "--address", "127.0.0.1:1"]) == 2
     assert capsys.readouterr().err == (
@@ -212,14 +208,14 @@ async def test_a_missing_library_is_named_with_its_extra(
     )
 
 
-async def test_a_server_that_is_not_there_fails_once(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+async def test_a_server_that_is_not_there_fails_once(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     folder = sets.chartqa(tmp_path)
     assert await evaluate("127.0.0.1:1", "chartqa", folder, "--json", tmp_path / "answers.json") == 1
     assert capsys.readouterr().err.count("\n") == 1
     assert not (tmp_path / "answers.json").exists()
 
 
-async def test_the_document_has_each_flag_once(capsys: pytest.CaptureFixture[str]) -> None:
+async def test_the_document_has_each_flag_once(capsys: pytest.CaptureFixture[str]):
     with pytest.raises(SystemExit):
         main(["evaluate", "--help"])
     flags = set(re.findall(r"^ +(?:-h, )?(--[a-z-]+)", capsys.readouterr().out, re.MULTILINE)) - {"--help"}

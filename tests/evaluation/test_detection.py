@@ -1,7 +1,5 @@
 """Detection: the scores are those of pycocotools, and so is what intervals are computed from."""
 
-from __future__ import annotations
-
 import contextlib
 import io
 import json
@@ -70,7 +68,7 @@ def drawn_set(num_pictures: int) -> tuple[dict[str, Any], list[dict[str, Any]]]:
     return {"images": images, "annotations": annotations, "categories": categories}, detections
 
 
-def test_equal_weights_give_the_scores_of_pycocotools() -> None:
+def test_equal_weights_give_the_scores_of_pycocotools():
     instances, detections = drawn_set(30)
     coco_eval = evaluate_boxes(instances, detections, range(1, 31))
     computed = _Precisions.of(coco_eval).scores(np.ones(30))
@@ -78,7 +76,7 @@ def test_equal_weights_give_the_scores_of_pycocotools() -> None:
     assert computed == pytest.approx([float(coco_eval.stats[place]) for place in _IN_STATS], abs=1e-9)
 
 
-def test_a_resample_of_some_pictures_is_scored_like_these_pictures() -> None:
+def test_a_resample_of_some_pictures_is_scored_like_these_pictures():
     instances, detections = drawn_set(30)
     kept = [2, 3, 5, 7, 11, 13, 17, 19, 23, 29]
     weights = np.zeros(30)
@@ -88,7 +86,7 @@ def test_a_resample_of_some_pictures_is_scored_like_these_pictures() -> None:
     assert computed == pytest.approx([float(alone.stats[place]) for place in _IN_STATS], abs=1e-9)
 
 
-def test_scores_are_those_of_pycocotools_called_by_hand(tmp_path: Path) -> None:
+def test_scores_are_those_of_pycocotools_called_by_hand(tmp_path: Path):
     folder = sets.coco(tmp_path / "coco")
     task = open_detection(folder)
     found = {
@@ -114,7 +112,7 @@ def test_scores_are_those_of_pycocotools_called_by_hand(tmp_path: Path) -> None:
     }
 
 
-def test_scores_rank_boxes_and_are_compared_with_the_share_of_right_ones(tmp_path: Path) -> None:
+def test_scores_rank_boxes_and_are_compared_with_the_share_of_right_ones(tmp_path: Path):
     task = open_detection(sets.coco(tmp_path))
     truths = {
         (call.image, call.text): [label.box for label in case.truth if label.name == call.text and label.box]
@@ -142,14 +140,14 @@ def test_scores_rank_boxes_and_are_compared_with_the_share_of_right_ones(tmp_pat
     assert {score.name: score.value for score in unscored.scores}["AP"] == values["AP unranked"]
 
 
-def test_no_boxes_at_all_score_nothing(tmp_path: Path) -> None:
+def test_no_boxes_at_all_score_nothing(tmp_path: Path):
     task = open_detection(sets.coco(tmp_path))
     report = task.report([Answer(error="is gone") for _ in task.calls()])
     assert {score.value for score in report.scores} == {0.0}
     assert [case.error for case in report.cases] == ["is gone"] * 3
 
 
-def test_categories_that_are_present_are_fewer_calls(tmp_path: Path) -> None:
+def test_categories_that_are_present_are_fewer_calls(tmp_path: Path):
     folder = sets.coco(tmp_path)
     assert len(open_detection(folder).calls()) == 6
     present = open_detection(folder, categories="present")

@@ -1,7 +1,5 @@
 """The metrics, on cases that were computed by hand from their published definitions."""
 
-from __future__ import annotations
-
 import pytest
 
 from kestrel_grpc.evaluation.metrics import (
@@ -38,9 +36,7 @@ from kestrel_grpc.evaluation.metrics import (
         ("2e3", "2000", 1.0),
     ],
 )
-def test_relaxed_accuracy_takes_five_percent_of_a_number_and_equal_texts(
-    answer: str, truth: str, expected: float
-) -> None:
+def test_relaxed_accuracy_takes_five_percent_of_a_number_and_equal_texts(answer: str, truth: str, expected: float):
     assert relaxed_accuracy(answer, truth) == expected
 
 
@@ -59,7 +55,7 @@ def test_relaxed_accuracy_takes_five_percent_of_a_number_and_equal_texts(
         ("the", ""),
     ],
 )
-def test_texts_are_normalised_as_the_page_of_vqa_says(text: str, expected: str) -> None:
+def test_texts_are_normalised_as_the_page_of_vqa_says(text: str, expected: str):
     assert normalised_for_vqa(text) == expected
 
 
@@ -75,7 +71,7 @@ def test_texts_are_normalised_as_the_page_of_vqa_says(text: str, expected: str) 
         (10, 1.0),
     ],
 )
-def test_vqa_accuracy_is_the_mean_over_all_people_but_one(num_equal: int, expected: float) -> None:
+def test_vqa_accuracy_is_the_mean_over_all_people_but_one(num_equal: int, expected: float):
     truths = ["Three."] * num_equal + [f"other {number}" for number in range(10 - num_equal)]
     assert vqa_accuracy("the 3", truths) == pytest.approx(expected)
 
@@ -94,17 +90,17 @@ def test_vqa_accuracy_is_the_mean_over_all_people_but_one(num_equal: int, expect
 )
 def test_anls_is_the_similarity_to_the_nearest_truth_above_one_half(
     answer: str, truths: list[str], expected: float
-) -> None:
+):
     assert normalised_levenshtein_similarity(answer, truths) == pytest.approx(expected)
 
 
-def test_the_edit_distance_counts_each_kind_of_edit() -> None:
+def test_the_edit_distance_counts_each_kind_of_edit():
     assert edit_distance("kitten", "sitting") == 3
     assert edit_distance("", "abc") == edit_distance("abc", "") == 3
     assert edit_distance("abc", "abc") == 0
 
 
-def test_a_point_counts_within_the_box_and_within_one_of_the_outlines() -> None:
+def test_a_point_counts_within_the_box_and_within_one_of_the_outlines():
     box = (0.2, 0.2, 0.6, 0.6)
     assert is_in_box(0.2, 0.6, box)
     assert not is_in_box(0.19, 0.4, box)

@@ -1,7 +1,5 @@
 """Reading the published layouts, and what is said about files that are not in them."""
 
-from __future__ import annotations
-
 import json
 import pickle
 from pathlib import Path
@@ -16,7 +14,7 @@ from kestrel_grpc.evaluation.tasks import Answer, SetUnusable, sample
 from tests.evaluation import sets
 
 
-def test_chartqa_is_read_from_the_folder_above_and_from_the_split(tmp_path: Path) -> None:
+def test_chartqa_is_read_from_the_folder_above_and_from_the_split(tmp_path: Path):
     folder = sets.chartqa(tmp_path / "ChartQA Dataset")
     for given in (tmp_path, folder, folder / "test"):
         calls = open_questions(CHARTQA, given, prompt="{question}").calls()
@@ -32,7 +30,7 @@ def sets_order() -> tuple[str, ...]:
     return ("one", "two", "one")
 
 
-def test_scores_of_chartqa_are_told_apart_by_who_asked(tmp_path: Path) -> None:
+def test_scores_of_chartqa_are_told_apart_by_who_asked(tmp_path: Path):
     task = open_questions(CHARTQA, sets.chartqa(tmp_path))
     report = task.report([Answer("red"), Answer("blue"), Answer(error="is gone")])
     assert [(score.name, score.count) for score in report.scores] == [
@@ -56,7 +54,7 @@ def test_scores_of_chartqa_are_told_apart_by_who_asked(tmp_path: Path) -> None:
 )
 def test_parquet_files_hold_questions_and_pictures(
     tmp_path: Path, kind: QuestionSet, columns: dict[str, object], answer: str
-) -> None:
+):
     image = {"bytes": sets.picture_bytes("one"), "path": None}
     (tmp_path / "data").mkdir()
     table = pyarrow.Table.from_pylist([{**columns, "image": image}])
@@ -95,19 +93,19 @@ def test_parquet_files_hold_questions_and_pictures(
 )
 def test_what_is_wrong_with_a_set_is_told(
     tmp_path: Path, kind: QuestionSet, name: str, content: object, complaint: str
-) -> None:
+):
     sets.write_json(tmp_path / name, content)
     with pytest.raises(SetUnusable, match=complaint):
         open_questions(kind, tmp_path)
 
 
-def test_a_torn_file_is_told(tmp_path: Path) -> None:
+def test_a_torn_file_is_told(tmp_path: Path):
     (tmp_path / "val_v1.0.json").write_text(json.dumps({"data": []})[:-3])
     with pytest.raises(SetUnusable, match="is not a JSON file"):
         open_questions(DOCVQA, tmp_path)
 
 
-def test_a_point_must_lie_in_the_outline_and_misses_count(tmp_path: Path) -> None:
+def test_a_point_must_lie_in_the_outline_and_misses_count(tmp_path: Path):
     task = open_pointing(sets.refcoco(tmp_path / "refcoco"))
     assert [call.text for call in task.calls()] == ["red circle", "circle", "green square"]
     inside = (120 / 480, 120 / 360)
@@ -120,7 +118,7 @@ def test_a_point_must_lie_in_the_outline_and_misses_count(tmp_path: Path) -> Non
     }
 
 
-def test_a_pickle_that_would_run_code_is_refused(tmp_path: Path) -> None:
+def test_a_pickle_that_would_run_code_is_refused(tmp_path: Path):
     class Command:
         def __reduce__(self):
             return (tmp_path.joinpath("made").touch, ())
@@ -132,7 +130,7 @@ def test_a_pickle_that_would_run_code_is_refused(tmp_path: Path) -> None:
     assert not (tmp_path / "made").exists()
 
 
-def test_a_sample_is_the_same_every_time_and_keeps_the_order() -> None:
+def test_a_sample_is_the_same_every_time_and_keeps_the_order():
     numbers = list(range(1000))
     drawn = sample(numbers, 20)
     assert len(set(drawn)) == 20

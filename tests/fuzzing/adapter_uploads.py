@@ -1,7 +1,5 @@
 """Uploads of adapters with any parts in any order. `upload` is what must hold for each."""
 
-from __future__ import annotations
-
 import asyncio
 import hashlib
 import os

@@ -4,8 +4,6 @@
 status that docs/errors.md has, or a closed connection.
 """
 
-from __future__ import annotations
-
 import base64
 import gzip
 import json

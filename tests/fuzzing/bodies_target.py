@@ -1,7 +1,5 @@
 """A server over an engine without a model, with an HTTP port, until its standard input ends."""
 
-from __future__ import annotations
-
 import asyncio
 import logging
 import sys

@@ -1,7 +1,5 @@
 """What a piece of work costs this process: processor time, and memory at its peak where the system tells it."""
 
-from __future__ import annotations
-
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager

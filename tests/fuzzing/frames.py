@@ -1,7 +1,5 @@
 """HTTP/2 and gRPC spoken badly to an open port. `Target.hear` is what must hold for each conversation."""
 
-from __future__ import annotations
-
 import gzip
 import socket
 import struct

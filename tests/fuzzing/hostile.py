@@ -1,7 +1,5 @@
 """Image files that are built to cost much: more parts, larger numbers, deeper nesting than encoders write."""
 
-from __future__ import annotations
-
 import struct
 import zlib
 from typing import Any

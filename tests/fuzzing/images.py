@@ -1,7 +1,5 @@
 """Image files as cameras write them, and what becomes of them in bad hands. `decode` is what must hold for each."""
 
-from __future__ import annotations
-
 import io
 import warnings
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """Inference requests of Triton with anything in them. `infer` is what must hold for each."""
 
-from __future__ import annotations
-
 import struct
 from typing import Any
 

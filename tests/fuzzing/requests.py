@@ -1,7 +1,5 @@
 """Messages with anything in their fields, and bytes that are hardly any. `parse` is what must hold for each."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping
 from functools import lru_cache, partial
 from types import MappingProxyType

@@ -1,7 +1,5 @@
 """`python -m tests.fuzzing.run_bodies NUMBER`: so many hostile conversations with each API over HTTP."""
 
-from __future__ import annotations
-
 import sys
 import time
 

@@ -18,7 +18,7 @@ def server() -> Iterator[Target]:
 
 
 @pytest.mark.parametrize("api", PATHS)
-def test_hostile_bodies_are_answered_as_documented(api: str, server: Target) -> None:
+def test_hostile_bodies_are_answered_as_documented(api: str, server: Target):
     server.hear_all(api, range(50))
     before = server.rss_bytes
     outcomes = server.hear_all(api, range(50, 200))

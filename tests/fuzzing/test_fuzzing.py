@@ -32,41 +32,41 @@ def target() -> Iterator[Target]:
         yield running
 
 
-def test_every_call_has_its_parser() -> None:
+def test_every_call_has_its_parser():
     assert sorted(PARSERS) == methods()
 
 
 @settings(anyhow, max_examples=300)
 @given(images)
-def test_any_bytes_are_a_picture_or_are_refused_as_documented(data: bytes) -> None:
+def test_any_bytes_are_a_picture_or_are_refused_as_documented(data: bytes):
     decode(data)
 
 
 @settings(anyhow, max_examples=150)
 @given(asked)
-def test_any_message_is_a_request_or_is_refused_as_documented(call: tuple[str, bytes]) -> None:
+def test_any_message_is_a_request_or_is_refused_as_documented(call: tuple[str, bytes]):
     parse(*call)
 
 
 @settings(anyhow, max_examples=150)
 @given(infer_requests)
-def test_any_message_to_triton_is_a_request_or_is_refused_as_documented(data: bytes) -> None:
+def test_any_message_to_triton_is_a_request_or_is_refused_as_documented(data: bytes):
     infer(data)
 
 
 @settings(anyhow, max_examples=100)
 @given(uploads)
-def test_any_upload_of_an_adapter_is_whole_and_good_or_changes_nothing(parts: list[UploadAdapterRequest]) -> None:
+def test_any_upload_of_an_adapter_is_whole_and_good_or_changes_nothing(parts: list[UploadAdapterRequest]):
     upload(parts)
 
 
 @settings(anyhow, max_examples=100)
 @given(conversations)
-def test_no_conversation_holds_a_connection_open(target: Target, said: bytes) -> None:
+def test_no_conversation_holds_a_connection_open(target: Target, said: bytes):
     target.hear(said)
 
 
-def test_after_all_that_the_server_answers_and_is_no_larger(target: Target) -> None:
+def test_after_all_that_the_server_answers_and_is_no_larger(target: Target):
     before_bytes = target.server.rss_bytes
 
     @settings(anyhow, max_examples=50)

@@ -3,8 +3,6 @@
 The fault strikes when a request with the seed `SEED` has generated a few tokens, so that no warm-up meets it.
 """
 
-from __future__ import annotations
-
 import sys
 import threading
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """A client that speaks HTTP/2 by hand, and reads as little as it likes."""
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import struct

@@ -1,7 +1,5 @@
 """The command `kestrel-grpc serve` in a process of its own, and a look at that process from outside."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys

@@ -1,7 +1,5 @@
 """Adapters over the wire: named per request, by the option or with the model, and managed by operators."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 import os
@@ -78,7 +76,7 @@ async def post(server: Server, path: str, body: Any) -> Any:
     return json.loads(response.body)
 
 
-async def test_an_adapter_is_named_per_request(nano: LoadedModel, tmp_path: Path) -> None:
+async def test_an_adapter_is_named_per_request(nano: LoadedModel, tmp_path: Path):
     first, second = (random_pairs(nano.model.config.text, seed=seed) for seed in (1, 2))
     write_peft(tmp_path / "team" / "colours" / "checkpoint-7", first)
     write_peft(tmp_path / "second", second)
@@ -111,7 +109,7 @@ async def test_an_adapter_is_named_per_request(nano: LoadedModel, tmp_path: Path
             await client.complete_query(None, QUESTION, model="second", adapter="team/colours@7")
 
 
-async def test_adapters_that_may_be_named_are_listed_with_the_model(nano: LoadedModel, tmp_path: Path) -> None:
+async def test_adapters_that_may_be_named_are_listed_with_the_model(nano: LoadedModel, tmp_path: Path):
     write_peft(tmp_path / "team" / "colours" / "checkpoint-7", random_pairs(nano.model.config.text, seed=1))
     model = nano.checkpoint.name
     async with served(nano, tmp_path) as (client, server):
@@ -131,7 +129,7 @@ async def test_adapters_that_may_be_named_are_listed_with_the_model(nano: Loaded
 
 async def test_models_are_listed_although_the_folder_of_adapters_does_not_answer(
     nano: LoadedModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+):
     write_peft(tmp_path / "second", random_pairs(nano.model.config.text, seed=2))
     may_go_on = threading.Event()
 
@@ -150,7 +148,7 @@ async def test_models_are_listed_although_the_folder_of_adapters_does_not_answer
         may_go_on.set()
 
 
-async def test_a_server_without_adapters_says_which_option_it_lacks(nano: LoadedModel) -> None:
+async def test_a_server_without_adapters_says_which_option_it_lacks(nano: LoadedModel):
     engine = LocalEngine(nano, EngineConfig(num_kv_pages=300))
     config = ServerConfig(port=0, withdrawal_delay=0.0)
     async with Server(engine, config) as server, AsyncClient(f"127.0.0.1:{server.port}") as client:
@@ -171,7 +169,7 @@ def write_overflowing(root: Path, config: TextConfig) -> None:
 @pytest.mark.parametrize("adapter", ["all", "last"])
 async def test_an_adapter_whose_numbers_overflow_ends_its_own_requests_with_a_reason(
     nano: LoadedModel, tmp_path: Path, adapter: str
-) -> None:
+):
     write_overflowing(tmp_path, nano.model.config.text)
     write_peft(tmp_path / "sound", random_pairs(nano.model.config.text, seed=2))
     async with served(nano, tmp_path) as (client, server):
@@ -212,7 +210,7 @@ async def test_an_adapter_whose_numbers_overflow_ends_its_own_requests_with_a_re
             assert b"NaN" not in answer.body
 
 
-async def test_what_cannot_be_used_is_refused_and_the_server_goes_on(nano: LoadedModel, tmp_path: Path) -> None:
+async def test_what_cannot_be_used_is_refused_and_the_server_goes_on(nano: LoadedModel, tmp_path: Path):
     pairs = random_pairs(nano.model.config.text, seed=1, rank=5)
     write_peft(tmp_path / "large", pairs)
     async with served(nano, tmp_path) as (client, _):
@@ -226,7 +224,7 @@ async def test_what_cannot_be_used_is_refused_and_the_server_goes_on(nano: Loade
         assert await client.list_adapters() == ()
 
 
-async def test_a_new_version_is_loaded_under_the_same_name(nano: LoadedModel, tmp_path: Path) -> None:
+async def test_a_new_version_is_loaded_under_the_same_name(nano: LoadedModel, tmp_path: Path):
     answers: list[str] = []
     async with served(nano, tmp_path, num_adapter_slots=1) as (client, _):
         for seed in (1, 2):
@@ -245,7 +243,7 @@ async def test_a_new_version_is_loaded_under_the_same_name(nano: LoadedModel, tm
 
 async def test_an_uploaded_adapter_answers_and_a_running_request_keeps_the_version_that_it_replaces(
     nano: LoadedModel, tmp_path: Path
-) -> None:
+):
     pairs = [random_pairs(nano.model.config.text, seed=seed) for seed in (1, 2)]
     sources = [write_peft(tmp_path / "sources" / str(number), one) for number, one in enumerate(pairs)]
     root = tmp_path / "adapters"
@@ -271,7 +269,7 @@ async def test_an_uploaded_adapter_answers_and_a_running_request_keeps_the_versi
 
 async def test_a_removed_adapter_cannot_be_named_by_any_of_its_names_and_a_running_request_finishes(
     nano: LoadedModel, tmp_path: Path
-) -> None:
+):
     write_peft(tmp_path / "a" / "checkpoint-7", random_pairs(nano.model.config.text, seed=1))
     # An answer that does not end by itself.
     long: dict[str, Any] = {"temperature": 0.0, "max_tokens": 200, "logit_bias": {0: -100.0}}
@@ -290,9 +288,7 @@ async def test_a_removed_adapter_cannot_be_named_by_any_of_its_names_and_a_runni
         assert os.listdir(tmp_path) == []
 
 
-async def test_an_upload_that_the_model_cannot_use_is_refused_with_every_problem(
-    nano: LoadedModel, tmp_path: Path
-) -> None:
+async def test_an_upload_that_the_model_cannot_use_is_refused_with_every_problem(nano: LoadedModel, tmp_path: Path):
     source = write_peft(tmp_path / "large", random_pairs(nano.model.config.text, seed=1, rank=5))
     root = tmp_path / "adapters"
     write_peft(root / "a", random_pairs(nano.model.config.text, seed=2))
@@ -314,7 +310,7 @@ async def test_an_upload_that_the_model_cannot_use_is_refused_with_every_problem
 
 async def test_what_one_front_end_uploads_and_removes_is_known_to_the_others_at_once(
     nano: LoadedModel, tmp_path: Path
-) -> None:
+):
     """The front ends share two engines, as with several devices."""
     pairs = [random_pairs(nano.model.config.text, seed=seed) for seed in (1, 2)]
     sources = [write_peft(tmp_path / "sources" / str(number), one) for number, one in enumerate(pairs)]

@@ -73,14 +73,14 @@ def without_circumstances(message: Any) -> Any:
     return answer
 
 
-async def test_thirty_two_mixed_requests_in_flight_answer_as_they_do_alone(live_server: LiveServer) -> None:
+async def test_thirty_two_mixed_requests_in_flight_answer_as_they_do_alone(live_server: LiveServer):
     alone = [without_circumstances(await ask(live_server, number)) for number in range(32)]
     together = await asyncio.gather(*(ask(live_server, number) for number in range(32)))
     assert [without_circumstances(answer) for answer in together] == alone
     await live_server.assert_empty()
 
 
-async def test_a_stop_string_ends_an_answer_and_is_named(live_server: LiveServer) -> None:
+async def test_a_stop_string_ends_an_answer_and_is_named(live_server: LiveServer):
     whole = await query(live_server, question="GNU", sampling=GREEDY)
     stop = whole.answer[len(whole.answer) // 2 :][:3]
     start = whole.answer.index(stop)
@@ -93,7 +93,7 @@ async def test_a_stop_string_ends_an_answer_and_is_named(live_server: LiveServer
     await live_server.assert_empty()
 
 
-async def test_samples_come_in_one_response(live_server: LiveServer) -> None:
+async def test_samples_come_in_one_response(live_server: LiveServer):
     message = wire.CompleteQueryRequest(question="GNU", image={"data": SMALL_IMAGE}, sampling=GREEDY)
     alone = await live_server.stub.CompleteQuery(message)
     message.sampling.n = 3
@@ -117,7 +117,7 @@ async def test_samples_come_in_one_response(live_server: LiveServer) -> None:
     await live_server.assert_empty()
 
 
-async def test_a_stream_of_several_samples_is_refused_by_name(live_server: LiveServer) -> None:
+async def test_a_stream_of_several_samples_is_refused_by_name(live_server: LiveServer):
     for call in (
         live_server.stub.Query(wire.QueryRequest(question="GNU", sampling={"n": 2, "top_k": 0})),
         live_server.stub.Caption(wire.CaptionRequest(image={"data": SMALL_IMAGE}, sampling={"n": 2, "top_k": 0})),

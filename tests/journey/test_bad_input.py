@@ -93,13 +93,13 @@ async def still_serves(live_server: LiveServer) -> bool:
 
 
 @pytest.mark.parametrize("image", USABLE_IMAGES.values(), ids=USABLE_IMAGES.keys())
-async def test_an_unusual_image_is_answered(live_server: LiveServer, image: bytes) -> None:
+async def test_an_unusual_image_is_answered(live_server: LiveServer, image: bytes):
     request = wire.CompleteCaptionRequest(image={"data": image}, sampling={"max_tokens": 2})
     answer = await live_server.stub.CompleteCaption(request)
     assert answer.result.info.usage.image_token_count == 729
 
 
-async def test_broken_images_are_refused_by_name(live_server: LiveServer) -> None:
+async def test_broken_images_are_refused_by_name(live_server: LiveServer):
     for name, (image, expected_reason) in BROKEN_IMAGES.items():
         code, reason, fields = await error_of(
             live_server.stub.Detect(wire.DetectRequest(object="cat", image={"data": image}))
@@ -109,7 +109,7 @@ async def test_broken_images_are_refused_by_name(live_server: LiveServer) -> Non
     assert await still_serves(live_server)
 
 
-async def test_a_prompt_longer_than_the_context_is_refused(live_server: LiveServer) -> None:
+async def test_a_prompt_longer_than_the_context_is_refused(live_server: LiveServer):
     request = wire.CompleteQueryRequest(question="word " * 5000)
     code, reason, fields = await error_of(live_server.stub.CompleteQuery(request))
     assert (code, reason) == (grpc.StatusCode.INVALID_ARGUMENT, "CONTEXT_LENGTH_EXCEEDED")
@@ -119,7 +119,7 @@ async def test_a_prompt_longer_than_the_context_is_refused(live_server: LiveServ
 
 async def test_a_conversation_longer_than_the_context_is_refused_with_the_tokens_of_its_messages(
     live_server: LiveServer,
-) -> None:
+):
     turns = [
         {"role": "CHAT_ROLE_USER", "parts": [{"image": {"data": IMAGE}}, {"text": "word " * 1000}]},
         {"role": "CHAT_ROLE_ASSISTANT", "parts": [{"text": " A bird."}]},
@@ -136,7 +136,7 @@ async def test_a_conversation_longer_than_the_context_is_refused_with_the_tokens
     assert await still_serves(live_server)
 
 
-async def test_a_conversation_is_answered_and_its_turns_find_each_other(live_server: LiveServer) -> None:
+async def test_a_conversation_is_answered_and_its_turns_find_each_other(live_server: LiveServer):
     question = {"role": "CHAT_ROLE_USER", "parts": [{"image": {"data": IMAGE}}, {"text": "What is it?"}]}
     sampling = {"temperature": 0.0, "max_tokens": 4}
     first = await live_server.stub.CompleteChat(wire.CompleteChatRequest(messages=[question], sampling=sampling))
@@ -149,7 +149,7 @@ async def test_a_conversation_is_answered_and_its_turns_find_each_other(live_ser
     assert second.result.info.usage.cached_token_count > 700
 
 
-async def test_two_pictures_are_answered_and_the_broken_one_of_three_is_named(live_server: LiveServer) -> None:
+async def test_two_pictures_are_answered_and_the_broken_one_of_three_is_named(live_server: LiveServer):
     other = encoded(Image.new("RGB", (61, 45), "green"))
 
     def seen(*images: bytes) -> Any:
@@ -167,7 +167,7 @@ async def test_two_pictures_are_answered_and_the_broken_one_of_three_is_named(li
     assert await still_serves(live_server)
 
 
-async def test_sixteen_huge_pictures_are_refused_with_both_numbers(live_server: LiveServer) -> None:
+async def test_sixteen_huge_pictures_are_refused_with_both_numbers(live_server: LiveServer):
     huge = declared_png(8000, 8000)
     images: list[Any] = [{"image": {"data": huge + bytes([number])}} for number in range(16)]
     turns = [{"role": "CHAT_ROLE_USER", "parts": [*images, {"text": "What?"}]}]
@@ -182,7 +182,7 @@ async def test_sixteen_huge_pictures_are_refused_with_both_numbers(live_server: 
     assert await still_serves(live_server)
 
 
-async def test_a_conversation_is_answered_turn_by_turn_for_every_order_of_roles(live_server: LiveServer) -> None:
+async def test_a_conversation_is_answered_turn_by_turn_for_every_order_of_roles(live_server: LiveServer):
     for roles in ("UAU", "AU", "UU", "SAAU", "SSUAU"):
         kinds = {"U": "CHAT_ROLE_USER", "A": "CHAT_ROLE_ASSISTANT", "S": "CHAT_ROLE_SYSTEM"}
         turns = [{"role": kinds[role], "parts": [{"text": "word"}]} for role in roles]
@@ -190,7 +190,7 @@ async def test_a_conversation_is_answered_turn_by_turn_for_every_order_of_roles(
         assert (await live_server.stub.CompleteChat(request)).result.info.usage.output_token_count > 0
 
 
-async def test_settings_that_are_no_numbers_or_out_of_range_are_all_named_at_once(live_server: LiveServer) -> None:
+async def test_settings_that_are_no_numbers_or_out_of_range_are_all_named_at_once(live_server: LiveServer):
     request = wire.CompleteQueryRequest(
         question=" ",
         spatial_refs=[{"point": {"x": math.nan, "y": 2.0}}, {}],
@@ -212,7 +212,7 @@ async def test_settings_that_are_no_numbers_or_out_of_range_are_all_named_at_onc
     assert await still_serves(live_server)
 
 
-async def test_an_unknown_enum_value_and_an_unknown_model_are_refused(live_server: LiveServer) -> None:
+async def test_an_unknown_enum_value_and_an_unknown_model_are_refused(live_server: LiveServer):
     length = wire.CompleteCaptionRequest.FromString(
         wire.CompleteCaptionRequest(image={"data": IMAGE}).SerializeToString() + b"\x10\x63"
     )
@@ -227,14 +227,14 @@ async def test_an_unknown_enum_value_and_an_unknown_model_are_refused(live_serve
     assert await still_serves(live_server)
 
 
-async def test_bytes_that_are_no_message_are_refused(live_server: LiveServer) -> None:
+async def test_bytes_that_are_no_message_are_refused(live_server: LiveServer):
     raw = live_server.channel.unary_unary("/kestrel.v1.VisionService/Point")
     code, reason, _ = await error_of(raw(b"\xff\xff\xff\xff"))
     assert (code, reason) == (grpc.StatusCode.INVALID_ARGUMENT, "INVALID_REQUEST")
     assert await still_serves(live_server)
 
 
-async def test_a_message_of_a_hundred_megabytes_is_refused(live_server: LiveServer) -> None:
+async def test_a_message_of_a_hundred_megabytes_is_refused(live_server: LiveServer):
     huge = wire.CaptionRequest(image={"data": bytes(100 * 10**6)})
     with pytest.raises(grpc.aio.AioRpcError) as caught:
         async for _ in live_server.stub.Caption(huge):

@@ -25,7 +25,7 @@ def endless(seed: int) -> wire.QueryRequest:
     return wire.QueryRequest(question="hello", sampling=sampling)
 
 
-async def test_two_hundred_cancelled_requests_leave_no_page_behind(live_server: LiveServer) -> None:
+async def test_two_hundred_cancelled_requests_leave_no_page_behind(live_server: LiveServer):
     chance = random.Random(3)
     background = [live_server.stub.Query(endless(seed)) for seed in range(3)]
 
@@ -47,7 +47,7 @@ async def test_two_hundred_cancelled_requests_leave_no_page_behind(live_server: 
 
 async def test_outlines_cancelled_early_and_late_leave_no_page_behind(
     live_server: LiveServer,
-) -> None:
+):
     request = wire.StreamSegmentRequest(object="hello", image={"data": IMAGE}, sampling={"temperature": 50.0})
 
     async def leave(num_messages: int) -> None:
@@ -60,7 +60,7 @@ async def test_outlines_cancelled_early_and_late_leave_no_page_behind(
     await live_server.assert_empty()
 
 
-async def test_deadlines_at_every_stage_leave_no_page_behind(live_server: LiveServer) -> None:
+async def test_deadlines_at_every_stage_leave_no_page_behind(live_server: LiveServer):
     async def wait_until_too_late(number: int) -> None:
         with pytest.raises(grpc.aio.AioRpcError) as caught:
             async for _ in live_server.stub.Query(endless(number), timeout=0.002 * number + 0.001):
@@ -73,7 +73,7 @@ async def test_deadlines_at_every_stage_leave_no_page_behind(live_server: LiveSe
     await live_server.assert_empty()
 
 
-async def test_a_client_that_closes_its_channel_leaves_no_page_behind(live_server: LiveServer) -> None:
+async def test_a_client_that_closes_its_channel_leaves_no_page_behind(live_server: LiveServer):
     for number in range(5):
         channel = live_server.new_channel()
         calls = [live_server.stub.Query(endless(number)) for _ in range(3)]
@@ -84,7 +84,7 @@ async def test_a_client_that_closes_its_channel_leaves_no_page_behind(live_serve
     await live_server.assert_empty()
 
 
-async def test_a_client_that_is_killed_leaves_no_page_behind(live_server: LiveServer) -> None:
+async def test_a_client_that_is_killed_leaves_no_page_behind(live_server: LiveServer):
     program = (
         "import sys\n"
         "from kestrel_client import Client\n"

@@ -55,9 +55,7 @@ def shifted(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[ServingP
 
 
 @pytest.mark.parametrize("jump_s", [HOUR_S, -HOUR_S], ids=["forward", "back"])
-async def test_deadlines_and_rates_do_not_follow_the_wall_clock(
-    shifted: tuple[ServingProcess, Clock], jump_s: int
-) -> None:
+async def test_deadlines_and_rates_do_not_follow_the_wall_clock(shifted: tuple[ServingProcess, Clock], jump_s: int):
     server, clock = shifted
     metadata = (("authorization", f"Bearer {BEARER}"),)
     async with grpc.aio.insecure_channel(server.address) as channel:
@@ -83,7 +81,7 @@ async def test_deadlines_and_rates_do_not_follow_the_wall_clock(
     clock.jump(0)
 
 
-async def test_a_rate_is_not_refilled_by_a_jump(shifted: tuple[ServingProcess, Clock]) -> None:
+async def test_a_rate_is_not_refilled_by_a_jump(shifted: tuple[ServingProcess, Clock]):
     server, clock = shifted
     async with grpc.aio.insecure_channel(server.address) as channel:
 

@@ -131,7 +131,7 @@ def standstill(monkeypatch: pytest.MonkeyPatch) -> Iterator[threading.Event]:
 @pytest.mark.usefixtures("impatient")
 async def test_a_peer_that_vanishes_without_a_word_is_noticed_and_its_pages_come_back(
     live_server: LiveServer, outcomes: Outcomes, standstill: threading.Event
-) -> None:
+):
     assert live_server.server.port is not None
     line = Wire(live_server.server.port)
     async with line.open() as address, grpc.aio.insecure_channel(address) as channel:
@@ -143,7 +143,7 @@ async def test_a_peer_that_vanishes_without_a_word_is_noticed_and_its_pages_come
     await live_server.assert_empty()
 
 
-async def test_a_slow_reader_delays_no_other_call_and_gets_its_whole_answer(live_server: LiveServer) -> None:
+async def test_a_slow_reader_delays_no_other_call_and_gets_its_whole_answer(live_server: LiveServer):
     question = endless(7)
     question.sampling.max_tokens = 100
     expected = [event async for event in live_server.stub.Query(question)]
@@ -159,7 +159,7 @@ async def test_a_slow_reader_delays_no_other_call_and_gets_its_whole_answer(live
     assert len(body) > 5 * 64
 
 
-async def test_pings_that_come_all_at_once_end_no_call() -> None:
+async def test_pings_that_come_all_at_once_end_no_call():
     # As after a minute in which one side had stood still.
     async with (
         serving(FakeEngine(lambda request: [HOLD, *answers(request)])) as live_server,
@@ -176,7 +176,7 @@ async def test_pings_that_come_all_at_once_end_no_call() -> None:
     assert trailers["grpc-status"] == "0"
 
 
-async def test_readers_that_never_read_hold_no_page(live_server: LiveServer) -> None:
+async def test_readers_that_never_read_hold_no_page(live_server: LiveServer):
     async with AsyncExitStack() as stack:
         for seed in range(8):
             client = await stack.enter_async_context(Http2Client.connected(live_server.address, window_bytes=0))
@@ -186,7 +186,7 @@ async def test_readers_that_never_read_hold_no_page(live_server: LiveServer) -> 
         await live_server.assert_empty()
 
 
-async def test_a_reader_that_never_reads_and_then_hangs_up_is_no_failure_of_ours(outcomes: Outcomes) -> None:
+async def test_a_reader_that_never_reads_and_then_hangs_up_is_no_failure_of_ours(outcomes: Outcomes):
     # Far more than gRPC takes in for a stream that does not move: the server waits in the middle of a write.
     script = [answers(Query("hello"))[0], *(TextDelta("x" * MIB, TextChannel.ANSWER, 0, 1) for _ in range(8)), HOLD]
     async with serving(FakeEngine(lambda request: script)) as live_server:
@@ -198,7 +198,7 @@ async def test_a_reader_that_never_reads_and_then_hangs_up_is_no_failure_of_ours
         await live_server.engine.is_idle.wait()
 
 
-async def test_a_storm_of_disconnects_leaves_nothing_behind(live_server: LiveServer) -> None:
+async def test_a_storm_of_disconnects_leaves_nothing_behind(live_server: LiveServer):
     num_tasks = len(asyncio.all_tasks())
 
     async def leave_abruptly(number: int) -> None:
@@ -229,7 +229,7 @@ def descriptor_limit(soft: int) -> Iterator[None]:
         resource.setrlimit(resource.RLIMIT_NOFILE, (before, hard))
 
 
-async def test_a_thousand_idle_connections_cost_little_and_delay_no_call() -> None:
+async def test_a_thousand_idle_connections_cost_little_and_delay_no_call():
     _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
     with ExitStack() as stack:
         with descriptor_limit(NUM_IDLE // 2):  # which the server raises by itself
@@ -252,7 +252,7 @@ async def test_a_thousand_idle_connections_cost_little_and_delay_no_call() -> No
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="only Linux says how long a connection has been idle")
-async def test_more_idle_connections_than_descriptors_prevent_no_connection_and_end_no_call() -> None:
+async def test_more_idle_connections_than_descriptors_prevent_no_connection_and_end_no_call():
     with serving_process() as server:
         limit = server.num_descriptors + NUM_DESCRIPTORS_LEFT
         resource.prlimit(server.pid, resource.RLIMIT_NOFILE, (limit, limit))

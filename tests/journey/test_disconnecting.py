@@ -1,7 +1,5 @@
 """A client that disconnects midway frees its pages within a step, over every API. The test runs the steps."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 import threading
@@ -134,7 +132,7 @@ async def test_a_client_that_disconnects_midway_frees_its_pages_within_a_step(
     is_streamed: bool,
     loaded: LoadedModel,
     monkeypatch: pytest.MonkeyPatch,
-) -> None:
+):
     config = ServerConfig(port=0, http_port=0, engine=EngineConfig(str(MODEL)))
     steps = Steps(monkeypatch)
     engine = LocalEngine(loaded, config.engine_config())

@@ -1,7 +1,5 @@
 """The engine thread ends or hangs in a serving process: health says so, callers are told, the process ends."""
 
-from __future__ import annotations
-
 import asyncio
 import subprocess
 import sys
@@ -73,7 +71,7 @@ async def serving(fault: str, *options: str) -> AsyncIterator[tuple[asyncio.subp
         ),
     ],
 )
-async def test_a_dead_or_hung_engine_thread_ends_the_process_and_every_call(fault: str) -> None:
+async def test_a_dead_or_hung_engine_thread_ends_the_process_and_every_call(fault: str):
     async with serving(fault, "--step-timeout", "3") as (process, channel):
         vision: Any = VisionServiceStub(channel)
         health: Any = HealthStub(channel)
@@ -94,7 +92,7 @@ async def test_a_dead_or_hung_engine_thread_ends_the_process_and_every_call(faul
     assert "hello" not in text
 
 
-async def test_sigterm_while_a_step_hangs_ends_the_process_in_time() -> None:
+async def test_sigterm_while_a_step_hangs_ends_the_process_in_time():
     async with serving("hang", "--withdrawal-delay", "0", "--drain-timeout", "0.5") as (process, channel):
         poison = VisionServiceStub(channel).Query(question(SEED))
         assert (await poison.read()).HasField("started")

@@ -23,7 +23,7 @@ MAX_WAIT_S = 60
 
 async def test_ten_times_the_capacity_is_refused_while_those_let_in_are_answered(
     loaded: LoadedModel, monkeypatch: pytest.MonkeyPatch
-) -> None:
+):
     has_begun, may_go_on, launch = threading.Event(), threading.Event(), StepRunner.launch
 
     def held(runner: StepRunner, *arguments: Any) -> Any:

@@ -1,7 +1,5 @@
 """Clients over HTTP that disconnect from the true engine in the middle of an answer."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 from typing import Any
@@ -28,9 +26,7 @@ REQUESTS: dict[str, dict[str, Any]] = {
 
 @pytest.mark.parametrize("path", REQUESTS)
 @pytest.mark.parametrize("is_streamed", [False, True])
-async def test_a_client_that_disconnects_leaves_no_page_behind(
-    loaded: LoadedModel, path: str, is_streamed: bool
-) -> None:
+async def test_a_client_that_disconnects_leaves_no_page_behind(loaded: LoadedModel, path: str, is_streamed: bool):
     config = ServerConfig(port=0, http_port=0, engine=EngineConfig(str(MD3_SMALL), max_batch_size=32))
     engine = LocalEngine(loaded, config.engine_config())
     async with Server(engine, config) as server:

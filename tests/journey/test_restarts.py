@@ -116,7 +116,7 @@ async def ask_until_refused(stub: Any, seed: int, on_begin: Callable[[], None]) 
     raise AssertionError("counting has an end")
 
 
-async def test_sigterm_under_load_loses_nothing_that_was_accepted() -> None:
+async def test_sigterm_under_load_loses_nothing_that_was_accepted():
     num_callers = 8
     begun = asyncio.Semaphore(0)
     async with AsyncExitStack() as stack:
@@ -140,7 +140,7 @@ async def test_sigterm_under_load_loses_nothing_that_was_accepted() -> None:
     assert set(replica.outcomes) <= {"OK", "DRAINING"}
 
 
-async def test_a_second_sigterm_ends_the_process_now() -> None:
+async def test_a_second_sigterm_ends_the_process_now():
     async with AsyncExitStack() as stack:
         replica = await stack.enter_async_context(
             Replica.start("--withdrawal-delay", "3600", "--drain-timeout", "3600")
@@ -192,7 +192,7 @@ class Caller:
             self._has_answered.set()
 
 
-async def test_a_rolling_restart_of_two_replicas_fails_no_call() -> None:
+async def test_a_rolling_restart_of_two_replicas_fails_no_call():
     options = ("--withdrawal-delay", "1")
     async with AsyncExitStack() as stack:
 
@@ -250,7 +250,7 @@ sys.exit(main(["serve", "--port", "0", "--withdrawal-delay", "0"]))
 """A server whose connections gRPC never lets go of."""
 
 
-def test_a_server_whose_connections_do_not_end_ends_with_success() -> None:
+def test_a_server_whose_connections_do_not_end_ends_with_success():
     with subprocess.Popen(
         [sys.executable, "-c", NEVER_LETS_GO], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
     ) as process:
@@ -262,7 +262,7 @@ def test_a_server_whose_connections_do_not_end_ends_with_success() -> None:
     assert "Traceback" not in log
 
 
-async def test_a_server_that_does_not_serve_yet_goes_at_once() -> None:
+async def test_a_server_that_does_not_serve_yet_goes_at_once():
     process = await asyncio.create_subprocess_exec(
         *COMMAND, "--port", "0", stdout=subprocess.PIPE, stderr=subprocess.PIPE
     )

@@ -58,7 +58,7 @@ def reference_answer(address: str) -> str:
         return client.complete_query(image, QUERY["args"]["question"], **sampling).answer
 
 
-def test_a_hub_name_is_downloaded_with_progress_and_served_then_served_offline(tmp_path: Path) -> None:
+def test_a_hub_name_is_downloaded_with_progress_and_served_then_served_offline(tmp_path: Path):
     files = tmp_path / "files"
     files.mkdir()
     home, log = tmp_path / "home", tmp_path / "log"
@@ -80,12 +80,12 @@ def refusal(model: str, env: dict[str, str]) -> str:
     return done.stderr
 
 
-def test_a_hub_name_without_network_or_cache_is_refused_in_one_line(tmp_path: Path) -> None:
+def test_a_hub_name_without_network_or_cache_is_refused_in_one_line(tmp_path: Path):
     env = environment(tmp_path / "home", "http://127.0.0.1:9", HF_HUB_OFFLINE="1")
     assert "org/sharded" in refusal("org/sharded", env)
 
 
-def test_a_checkpoint_with_wrong_tensors_is_refused_and_each_is_named(tmp_path: Path) -> None:
+def test_a_checkpoint_with_wrong_tensors_is_refused_and_each_is_named(tmp_path: Path):
     tensors = load_file(MD2_SMALL / "model.safetensors")
     del tensors["model.text.post_ln.bias"]
     tensors["model.text.extra"] = torch.zeros(3)

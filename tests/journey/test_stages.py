@@ -97,7 +97,7 @@ OVER_SOCKETS = ("queue", "no thread", "preprocess", "preprocess, out of memory",
 )
 async def test_an_exception_at_any_stage_ends_its_own_request_alone(
     live_server: LiveServer, monkeypatch: pytest.MonkeyPatch, stage: str
-) -> None:
+):
     fail, expected_code = STAGES[stage]
     # They run all the while; the one that fails joins them midway.
     request = wire.QueryRequest(question="hello", sampling={"temperature": 5.0, "max_tokens": 60, "seed": 3})

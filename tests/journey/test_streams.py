@@ -22,7 +22,7 @@ async def answer(engine: LocalEngine, seed: int) -> tuple[str, str]:
     raise AssertionError("a stream ends with Finished")
 
 
-async def test_the_pieces_of_three_hundred_answers_add_up_to_the_answers() -> None:
+async def test_the_pieces_of_three_hundred_answers_add_up_to_the_answers():
     engine = LocalEngine.start(EngineConfig(max_batch_size=64, max_queued_requests=300))
     try:
         answers = await asyncio.gather(*(answer(engine, seed) for seed in range(300)))

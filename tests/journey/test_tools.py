@@ -49,7 +49,7 @@ def json_values(text: str) -> list[dict[str, Any]]:
     return values
 
 
-async def test_grpcurl_lists_the_services_and_streams_the_reference_answer(live_server: LiveServer) -> None:
+async def test_grpcurl_lists_the_services_and_streams_the_reference_answer(live_server: LiveServer):
     grpcurl = str(BIN / "grpcurl")
     services = (await run(grpcurl, "-plaintext", live_server.address, "list")).split()
     assert {"kestrel.v1.VisionService", "kestrel.v1.EngineService", "grpc.health.v1.Health"} <= set(services)
@@ -60,7 +60,7 @@ async def test_grpcurl_lists_the_services_and_streams_the_reference_answer(live_
     assert "".join(item.get("delta", {}).get("text", "") for item in printed) == REFERENCE_ANSWER
 
 
-async def test_buf_curl_lists_the_methods_and_gets_the_reference_answer(live_server: LiveServer) -> None:
+async def test_buf_curl_lists_the_methods_and_gets_the_reference_answer(live_server: LiveServer):
     curl = (str(BIN / "buf"), "curl", "--protocol", "grpc", "--http2-prior-knowledge")
     methods = (await run(*curl, "--list-methods", f"http://{live_server.address}")).split()
     assert "kestrel.v1.VisionService/CompleteQuery" in methods
@@ -69,21 +69,19 @@ async def test_buf_curl_lists_the_methods_and_gets_the_reference_answer(live_ser
     assert printed[0]["result"]["answer"] == REFERENCE_ANSWER
 
 
-async def test_our_own_command_streams_the_reference_answer(live_server: LiveServer) -> None:
+async def test_our_own_command_streams_the_reference_answer(live_server: LiveServer):
     command = (sys.executable, "-m", "kestrel_grpc", "query", str(IMAGE), QUERY["args"]["question"])
     options = ("--address", live_server.address, "--temperature", "0", "--max-tokens", "24")
     assert (await run(*command, *options)).removesuffix(os.linesep) == REFERENCE_ANSWER
 
 
-def test_verify_prints_a_line_per_case_and_then_the_count(
-    capsys: pytest.CaptureFixture[str], tmp_path: Path
-) -> None:
+def test_verify_prints_a_line_per_case_and_then_the_count(capsys: pytest.CaptureFixture[str], tmp_path: Path):
     assert main(["verify", str(copy_with_one_image(MD2_SMALL, tmp_path / "fixture"))]) == 0
     *cases, count = capsys.readouterr().out.splitlines()
     assert len(cases) > 5
     assert count == f"{len(cases)} passed, 0 failed"
 
 
-def test_verify_of_something_else_is_one_clear_line(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+def test_verify_of_something_else_is_one_clear_line(capsys: pytest.CaptureFixture[str], tmp_path: Path):
     assert main(["verify", str(tmp_path)]) == 1
     assert capsys.readouterr().err.count("\n") == 1

@@ -1,7 +1,5 @@
 """Clients of Triton who leave. None of their requests leaves a page behind."""
 
-from __future__ import annotations
-
 import asyncio
 import random
 from typing import Any
@@ -20,7 +18,7 @@ def request_of(number: int) -> Any:
     return infer(f"{number}", SKILL="caption", IMAGE=IMAGE, STREAM=True, **LONG)
 
 
-async def test_streams_that_are_cancelled_midway_leave_no_page_behind(live_server: LiveServer) -> None:
+async def test_streams_that_are_cancelled_midway_leave_no_page_behind(live_server: LiveServer):
     chance = random.Random(3)
     triton = TritonStub(live_server.channel)
 
@@ -37,7 +35,7 @@ async def test_streams_that_are_cancelled_midway_leave_no_page_behind(live_serve
     await live_server.assert_empty()
 
 
-async def test_single_requests_that_are_cancelled_leave_no_page_behind(live_server: LiveServer) -> None:
+async def test_single_requests_that_are_cancelled_leave_no_page_behind(live_server: LiveServer):
     triton = TritonStub(live_server.channel)
     calls = [triton.ModelInfer(infer(SKILL="query", QUESTION="hello", **LONG)) for _ in range(20)]
     await TritonStub(live_server.channel).ModelInfer(infer(SKILL="query", QUESTION="hello", MAX_TOKENS=2))

@@ -4,8 +4,6 @@ They take the arguments that we pass, by the names of the library, and refuse wh
 do not show that the library's kernels compute the same: `bench/gpu.sh flashinfer` does, on a GPU.
 """
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 

@@ -3,8 +3,6 @@
 Each takes sizes and types as JSON can say them, and at the end the implementation, Triton's if none is named.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

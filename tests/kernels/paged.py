@@ -1,7 +1,5 @@
 """Contexts laid out in pages, and attention written out position by position: what the operations must equal."""
 
-from __future__ import annotations
-
 import math
 import random
 from collections.abc import Iterable

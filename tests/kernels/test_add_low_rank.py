@@ -1,7 +1,5 @@
 """Each row gets the product with the matrices of its own slot."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 
@@ -16,7 +14,7 @@ def random_low_rank(chance: torch.Generator, *stack: int, rank: int, ins: int, o
     )
 
 
-def test_each_row_gets_the_product_of_its_slot() -> None:
+def test_each_row_gets_the_product_of_its_slot():
     chance = torch.Generator().manual_seed(1)
     weights = random_low_rank(chance, 3, rank=2, ins=5, outs=7)
     rows, out = torch.randn(6, 5, generator=chance), torch.randn(6, 7, generator=chance)
@@ -29,7 +27,7 @@ def test_each_row_gets_the_product_of_its_slot() -> None:
     assert torch.equal(found[0], out[0]), "a row without an adapter keeps every bit"
 
 
-def test_experts_with_adapters_are_those_with_the_products_merged() -> None:
+def test_experts_with_adapters_are_those_with_the_products_merged():
     chance = torch.Generator().manual_seed(2)
     experts, dim, inner, tokens = 4, 6, 3, 9
     up = torch.randn(experts, 2 * inner, dim, generator=chance)
@@ -52,7 +50,7 @@ def test_experts_with_adapters_are_those_with_the_products_merged() -> None:
         torch.testing.assert_close(found[own], expected)
 
 
-def test_the_products_over_all_slots_are_those_of_each_slot() -> None:
+def test_the_products_over_all_slots_are_those_of_each_slot():
     chance = torch.Generator().manual_seed(3)
     weights = random_low_rank(chance, 3, rank=4, ins=8, outs=5)
     rows, out = torch.randn(7, 8, generator=chance), torch.randn(7, 5, generator=chance)
@@ -66,7 +64,7 @@ def test_the_products_over_all_slots_are_those_of_each_slot() -> None:
 
 
 @pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 1e-5), (torch.bfloat16, 2e-2)])
-def test_experts_of_the_library_take_adapters_as_the_definition_does(dtype: torch.dtype, tolerance: float) -> None:
+def test_experts_of_the_library_take_adapters_as_the_definition_does(dtype: torch.dtype, tolerance: float):
     chance = torch.Generator().manual_seed(4)
     experts, dim, inner, tokens = 4, 16, 8, 12
     up = torch.randn(experts, 2 * inner, dim, generator=chance).to(dtype) / 4

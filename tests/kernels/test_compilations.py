@@ -1,7 +1,5 @@
 """Launches that only compile, and what other processes do for them; without a device."""
 
-from __future__ import annotations
-
 import importlib
 import json
 import os

@@ -1,7 +1,5 @@
 """What the code that is compiled of kernels says about them, without a device."""
 
-from __future__ import annotations
-
 import importlib.util
 import itertools
 import os

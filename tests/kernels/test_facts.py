@@ -1,7 +1,5 @@
 """A start leaves what it has found to later ones."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest
@@ -20,7 +18,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
-def test_facts_are_there_for_the_same_configuration_alone() -> None:
+def test_facts_are_there_for_the_same_configuration_alone():
     first = kept_facts(("md2", 64), (kestrel_runtime,))
     assert first.get("bytes") is None
     first.put("bytes", 17)
@@ -32,14 +30,14 @@ def test_facts_are_there_for_the_same_configuration_alone() -> None:
 
 
 @pytest.mark.parametrize("content", ["", "[1]", '{"bytes": 1'])
-def test_a_file_that_was_not_written_whole_counts_as_none(folder: Path, content: str) -> None:
+def test_a_file_that_was_not_written_whole_counts_as_none(folder: Path, content: str):
     kept_facts(("md2",), ()).put("bytes", 17)
     (file,) = folder.rglob("start.json")
     file.write_text(content)
     assert kept_facts(("md2",), ()).get("bytes") is None
 
 
-def test_a_folder_that_cannot_be_written_costs_the_facts_alone(folder: Path) -> None:
+def test_a_folder_that_cannot_be_written_costs_the_facts_alone(folder: Path):
     knobs.cache.dir = str(folder / "file" / "below")
     (folder / "file").write_text("")
     facts = kept_facts(("md2",), ())

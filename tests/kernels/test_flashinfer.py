@@ -1,7 +1,5 @@
 """What is passed to FlashInfer, by a double of it in plain torch, and what is said where it cannot be used."""
 
-from __future__ import annotations
-
 import importlib.metadata
 import importlib.util
 import logging

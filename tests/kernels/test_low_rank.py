@@ -1,7 +1,5 @@
 """Terms of adapters: every implementation against the definition, on odd sizes and all mixtures of slots."""
 
-from __future__ import annotations
-
 from importlib import import_module
 from typing import Any
 
@@ -77,7 +75,7 @@ def each_kind_of_slots(count: int, num_slots: int) -> dict[str, Tensor]:
     ("count", "num_slots", "kind"),
     [(1, 1, "one"), (40, 3, "none"), (64, 8, "mixed"), (1500, 3, "prompts"), (60, 9, "mixed")],
 )
-def test_rows_and_ranks_are_listed_by_slot(count: int, num_slots: int, kind: str) -> None:
+def test_rows_and_ranks_are_listed_by_slot(count: int, num_slots: int, kind: str):
     rows_by_slot = import_module("kestrel_ops.lora.triton_rows_by_slot").rows_by_slot
     slots = each_kind_of_slots(count, num_slots)[kind]
     ranks = torch.arange(4 * num_slots, dtype=torch.int32, device=DEVICE).view(4, num_slots) % 20
@@ -118,7 +116,7 @@ def test_rows_and_ranks_are_listed_by_slot(count: int, num_slots: int, kind: str
 )
 def test_each_row_gets_the_terms_of_its_slot(
     add_low_rank: Any, count: int, ranks: list[int], ins: int, outs: int, kind: str
-) -> None:
+):
     draw = Draw(1)
     slots = each_kind_of_slots(count, len(ranks))[kind]
     weights, rows, out = draw.layer(ranks, ins, outs), draw.rows(count, ins), draw.rows(count, outs)
@@ -147,7 +145,7 @@ PROMPTS = [
 @pytest.mark.parametrize(("dtype", "count", "ranks", "dim", "qkv", "inner", "kind"), PROMPTS)
 def test_blocks_of_prompts_get_what_the_definition_adds(
     dtype: torch.dtype, count: int, ranks: list[int], dim: int, qkv: int, inner: int, kind: str
-) -> None:
+):
     slots = each_kind_of_slots(count, len(ranks))[kind]
     results: list[list[Tensor]] = []
     for of in ("reference", "triton"):
@@ -191,7 +189,7 @@ STEPS = [
 @pytest.mark.parametrize(("weight", "count", "ranks", "dim", "qkv", "inner", "kind"), STEPS)
 def test_steps_with_adapters_are_those_without_and_the_terms(
     weight: torch.dtype, count: int, ranks: list[int], dim: int, qkv: int, inner: int, kind: str
-) -> None:
+):
     slots = each_kind_of_slots(count, len(ranks))[kind]
     dtype = torch.float16 if weight == torch.float8_e4m3fn else weight
     results: dict[str, list[Tensor]] = {}

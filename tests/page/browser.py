@@ -1,7 +1,5 @@
 """Chromium for tests: windows of several sizes that record what the console says and what is requested."""
 
-from __future__ import annotations
-
 import os
 import re
 import shutil

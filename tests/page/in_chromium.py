@@ -1,7 +1,5 @@
 """What people do with the page, in Chromium: ask, mark, stop, ask again, with mouse, touch and keyboard."""
 
-from __future__ import annotations
-
 import asyncio
 import io
 import json
@@ -113,7 +111,7 @@ def near(found: tuple[float, float], expected: tuple[float, float]) -> bool:
 @pytest.mark.parametrize("size", [None, PHONE])
 async def test_the_page_opens_with_an_example_that_is_answered(
     browser: Browser, nano: Server, size: ViewportSize | None
-) -> None:
+):
     async with window(browser, origin_of(nano), size=size) as opened:
         assert await opened.text("#answer") == "yellow"
         assert await opened.text("#asked") == EXAMPLE_QUESTION
@@ -139,7 +137,7 @@ async def test_the_page_opens_with_an_example_that_is_answered(
         assert await opened.page.locator("#object").input_value() == ""
 
 
-async def test_a_question_takes_the_place_of_the_example_that_is_being_asked(browser: Browser) -> None:
+async def test_a_question_takes_the_place_of_the_example_that_is_being_asked(browser: Browser):
     def only_the_example(request: Any) -> list[object]:
         return [HOLD] if getattr(request, "question", "") == EXAMPLE_QUESTION else list(answers(request))
 
@@ -157,7 +155,7 @@ async def test_a_question_takes_the_place_of_the_example_that_is_being_asked(bro
 @pytest.mark.parametrize(("size", "scheme"), [(None, "light"), (PHONE, "light"), (PHONE, "dark")])
 async def test_a_question_is_answered_with_its_confidence_and_timings(
     browser: Browser, nano: Server, size: ViewportSize | None, scheme: Literal["light", "dark"]
-) -> None:
+):
     async with window(browser, origin_of(nano), size=size, scheme=scheme) as opened:
         await opened.ask("query", question="What color is the star?")
         await opened.has_status("Complete.")
@@ -176,7 +174,7 @@ async def test_a_question_is_answered_with_its_confidence_and_timings(
         assert await opened.accessibility_problems() == []
 
 
-async def test_a_description_is_as_long_as_is_asked(browser: Browser, nano: Server) -> None:
+async def test_a_description_is_as_long_as_is_asked(browser: Browser, nano: Server):
     async with window(browser, origin_of(nano)) as opened:
         await opened.page.locator("[value=caption]").check()
         await opened.page.locator("#length").select_option("short")
@@ -187,7 +185,7 @@ async def test_a_description_is_as_long_as_is_asked(browser: Browser, nano: Serv
         await opened.screenshot("caption-desktop")
 
 
-async def test_points_are_drawn_where_the_objects_are(browser: Browser, nano: Server) -> None:
+async def test_points_are_drawn_where_the_objects_are(browser: Browser, nano: Server):
     async with window(browser, origin_of(nano)) as opened:
         await opened.ask("point", object="star")
         await opened.has_status("Complete.")
@@ -197,7 +195,7 @@ async def test_points_are_drawn_where_the_objects_are(browser: Browser, nano: Se
         await opened.screenshot("point-desktop")
 
 
-async def test_boxes_are_drawn_around_the_objects(browser: Browser, nano: Server) -> None:
+async def test_boxes_are_drawn_around_the_objects(browser: Browser, nano: Server):
     async with window(browser, origin_of(nano)) as opened:
         await opened.ask("detect", object="shape")
         await opened.has_status("Complete.")
@@ -214,7 +212,7 @@ async def test_boxes_are_drawn_around_the_objects(browser: Browser, nano: Server
         assert near(await opened.center_of("#overlay rect.line"), STAR)
 
 
-async def test_several_objects_have_a_colour_each_with_a_legend_and_scores(browser: Browser, nano: Server) -> None:
+async def test_several_objects_have_a_colour_each_with_a_legend_and_scores(browser: Browser, nano: Server):
     async with window(browser, origin_of(nano)) as opened:
         await opened.ask("detect", object="star; red circle; dog")
         await opened.has_status("Complete.")
@@ -239,7 +237,7 @@ async def test_several_objects_have_a_colour_each_with_a_legend_and_scores(brows
 
 
 @pytest.mark.parametrize("scheme", ["light", "dark"])
-async def test_an_outline_is_drawn(browser: Browser, nano: Server, scheme: Literal["light", "dark"]) -> None:
+async def test_an_outline_is_drawn(browser: Browser, nano: Server, scheme: Literal["light", "dark"]):
     size = PHONE if scheme == "dark" else None
     async with window(browser, origin_of(nano), size=size, scheme=scheme) as opened:
         await opened.ask("segment", object="yellow star")
@@ -249,7 +247,7 @@ async def test_an_outline_is_drawn(browser: Browser, nano: Server, scheme: Liter
         assert await opened.accessibility_problems() == []
 
 
-async def test_a_look_is_drawn_from_the_eye_that_is_clicked(browser: Browser) -> None:
+async def test_a_look_is_drawn_from_the_eye_that_is_clicked(browser: Browser):
     async with faked(browser) as (rig, opened):
         await opened.choose("gaze")
         frame = await opened.page.locator("#frame").bounding_box()
@@ -265,7 +263,7 @@ async def test_a_look_is_drawn_from_the_eye_that_is_clicked(browser: Browser) ->
         await opened.screenshot("gaze-desktop")
 
 
-async def test_reasoning_is_shown_with_the_points_that_it_speaks_of(browser: Browser) -> None:
+async def test_reasoning_is_shown_with_the_points_that_it_speaks_of(browser: Browser):
     async with faked(browser) as (_, opened):
         await opened.page.locator("#reasoning").check()
         await opened.ask("query", question="What bird is it?")
@@ -280,7 +278,7 @@ async def test_reasoning_is_shown_with_the_points_that_it_speaks_of(browser: Bro
 # Streams, failures, overload
 
 
-async def test_an_answer_is_shown_while_it_is_generated(browser: Browser) -> None:
+async def test_an_answer_is_shown_while_it_is_generated(browser: Browser):
     async with faked(browser, FakeEngine(holds)) as (rig, opened):
         await opened.ask("query", question="What bird is it?")
         await opened.page.locator("#answer", has_text=re.compile(r"^a k$")).wait_for()
@@ -291,7 +289,7 @@ async def test_an_answer_is_shown_while_it_is_generated(browser: Browser) -> Non
         assert await opened.page.locator("#answer").get_attribute("aria-busy") == "false"
 
 
-async def test_a_stopped_stream_ends_the_request_and_keeps_what_has_come(browser: Browser) -> None:
+async def test_a_stopped_stream_ends_the_request_and_keeps_what_has_come(browser: Browser):
     async with faked(browser, FakeEngine(holds)) as (rig, opened):
         await opened.ask("query", question="What bird is it?")
         await opened.page.locator("#answer", has_text=re.compile(r"^a k$")).wait_for()
@@ -307,7 +305,7 @@ async def test_a_stopped_stream_ends_the_request_and_keeps_what_has_come(browser
         await opened.has_status("Complete.")
 
 
-async def test_another_skill_or_picture_removes_the_answer_and_ends_the_request(browser: Browser) -> None:
+async def test_another_skill_or_picture_removes_the_answer_and_ends_the_request(browser: Browser):
     async with faked(browser, FakeEngine(holds)) as (rig, opened):
         assert await opened.page.locator("#answer-heading").is_visible()
         await opened.choose("caption")
@@ -324,7 +322,7 @@ async def test_another_skill_or_picture_removes_the_answer_and_ends_the_request(
         assert await opened.page.locator("#entries li").count() == 1
 
 
-async def test_an_overload_says_when_to_try_again(browser: Browser) -> None:
+async def test_an_overload_says_when_to_try_again(browser: Browser):
     engine = FakeEngine(holds, max_queued_requests=1)
     async with faked(browser, engine, refusals=(429,)) as (rig, opened):
         first = asyncio.create_task(rig.ask("/v1/query", {"question": "?"}))
@@ -341,7 +339,7 @@ async def test_an_overload_says_when_to_try_again(browser: Browser) -> None:
         assert await opened.text("#error") == ""
 
 
-async def test_a_refusal_names_the_fields_that_are_wrong(browser: Browser, nano: Server) -> None:
+async def test_a_refusal_names_the_fields_that_are_wrong(browser: Browser, nano: Server):
     async with window(browser, origin_of(nano), size=PHONE, refusals=(400,)) as opened:
         await opened.page.get_by_text("More settings").click()
         await opened.page.locator("#constraint").select_option("regex")
@@ -362,7 +360,7 @@ async def test_a_refusal_names_the_fields_that_are_wrong(browser: Browser, nano:
         await opened.screenshot("error-phone")
 
 
-async def test_what_is_missing_is_said_before_anything_is_sent(browser: Browser) -> None:
+async def test_what_is_missing_is_said_before_anything_is_sent(browser: Browser):
     async with faked(browser) as (rig, opened):
         await opened.page.get_by_role("button", name="Remove").click()
         await opened.ask("query")
@@ -384,7 +382,7 @@ async def test_what_is_missing_is_said_before_anything_is_sent(browser: Browser)
         assert rig.engine.requests == []
 
 
-async def test_a_picture_that_is_too_large_is_not_sent(browser: Browser) -> None:
+async def test_a_picture_that_is_too_large_is_not_sent(browser: Browser):
     async with faked(browser, FakeEngine(max_image_bytes=5000), has_example=False) as (rig, opened):
         await opened.page.locator("#picture-facts", has_text="900 × 600").wait_for()
         assert await opened.text("#error") == ""
@@ -394,7 +392,7 @@ async def test_a_picture_that_is_too_large_is_not_sent(browser: Browser) -> None
         assert (opened.uploads(), rig.engine.requests) == ([], [])
 
 
-async def test_a_server_that_is_gone_is_named_as_the_cause(browser: Browser) -> None:
+async def test_a_server_that_is_gone_is_named_as_the_cause(browser: Browser):
     async with serving_http() as rig, window(browser, origin_of(rig.server)) as opened:
         await rig.server.stop()
         await opened.ask("query", question="What bird is it?")
@@ -403,7 +401,7 @@ async def test_a_server_that_is_gone_is_named_as_the_cause(browser: Browser) -> 
         opened.problems[:] = [text for text in opened.problems if "ERR_CONNECTION_REFUSED" not in text]
 
 
-async def test_a_picture_that_is_none_is_refused_with_the_reason(browser: Browser, nano: Server) -> None:
+async def test_a_picture_that_is_none_is_refused_with_the_reason(browser: Browser, nano: Server):
     async with window(browser, origin_of(nano), refusals=(400,)) as opened:
         broken = {"name": "broken.png", "mimeType": "image/png", "buffer": DEMO_PICTURE.read_bytes()[:200]}
         await opened.page.locator("#file").set_input_files(broken)
@@ -415,7 +413,7 @@ async def test_a_picture_that_is_none_is_refused_with_the_reason(browser: Browse
 # What is kept of answers
 
 
-async def test_earlier_answers_are_shown_again_with_their_pictures(browser: Browser, nano: Server) -> None:
+async def test_earlier_answers_are_shown_again_with_their_pictures(browser: Browser, nano: Server):
     async with window(browser, origin_of(nano), size=PHONE) as opened:
         await opened.ask("detect", object="shape")
         await opened.has_status("Complete.")
@@ -437,7 +435,7 @@ async def test_earlier_answers_are_shown_again_with_their_pictures(browser: Brow
         assert await opened.page.evaluate(kept) == ["{}", "{}", ""]
 
 
-async def test_the_drawn_picture_and_the_answer_are_saved(browser: Browser, nano: Server, tmp_path: Path) -> None:
+async def test_the_drawn_picture_and_the_answer_are_saved(browser: Browser, nano: Server, tmp_path: Path):
     async with window(browser, origin_of(nano)) as opened:
         for skill, object_ in (("detect", "star"), ("point", "star"), ("segment", "yellow star")):
             await opened.ask(skill, object=object_)
@@ -482,7 +480,7 @@ async def test_the_drawn_picture_and_the_answer_are_saved(browser: Browser, nano
 # Tokens
 
 
-async def test_a_token_is_asked_for_and_kept_in_this_tab_only(browser: Browser, tmp_path: Path) -> None:
+async def test_a_token_is_asked_for_and_kept_in_this_tab_only(browser: Browser, tmp_path: Path):
     file = tokens_in(tmp_path, **{TOKEN: 'scopes = ["infer"]'})
     async with faked(browser, refusals=(401, 403), has_example=False, tokens=file) as (rig, opened):
         assert await opened.text("#server") == "This server asks for a token."
@@ -518,7 +516,7 @@ async def test_a_token_is_asked_for_and_kept_in_this_tab_only(browser: Browser, 
 # The picture
 
 
-async def test_a_picture_is_sent_once_and_named_from_then_on(browser: Browser) -> None:
+async def test_a_picture_is_sent_once_and_named_from_then_on(browser: Browser):
     async with faked(browser, refusals=(404,)) as (rig, opened):
         for _ in range(2):
             await opened.ask("query", question="What bird is it?")
@@ -544,7 +542,7 @@ async def test_a_picture_is_sent_once_and_named_from_then_on(browser: Browser) -
         assert rig.engine.requests[0].images == (DEMO_PICTURE.read_bytes(),)
 
 
-async def test_pictures_are_chosen_dropped_and_pasted(browser: Browser) -> None:
+async def test_pictures_are_chosen_dropped_and_pasted(browser: Browser):
     async with faked(browser) as (rig, opened):
         await opened.page.locator("#file").set_input_files(DEMO_PICTURE)
         await opened.page.locator("#picture-facts", has_text="demo_picture.png · 900 × 600").wait_for()
@@ -568,7 +566,7 @@ async def test_pictures_are_chosen_dropped_and_pasted(browser: Browser) -> None:
         assert rig.engine.requests[0].images == (DEMO_PICTURE.read_bytes(),)
 
 
-async def test_a_picture_is_named_by_its_address_where_the_server_fetches_pictures(browser: Browser) -> None:
+async def test_a_picture_is_named_by_its_address_where_the_server_fetches_pictures(browser: Browser):
     async with faked(browser) as (_, opened):
         assert await opened.page.locator("#address-row").is_hidden()
     async with faked(browser, refusals=(400,), image_hosts=parse_hosts("example.com")) as (_, opened):
@@ -591,7 +589,7 @@ async def test_a_picture_is_named_by_its_address_where_the_server_fetches_pictur
         assert await opened.accessibility_problems() == []
 
 
-async def test_what_only_the_browser_reads_is_sent_as_jpeg(browser: Browser) -> None:
+async def test_what_only_the_browser_reads_is_sent_as_jpeg(browser: Browser):
     avif = io.BytesIO()
     with Image.open(DEMO_PICTURE) as picture:
         picture.save(avif, "AVIF")
@@ -625,7 +623,7 @@ async def test_what_only_the_browser_reads_is_sent_as_jpeg(browser: Browser) -> 
         assert await opened.page.locator("#save-picture").is_hidden()
 
 
-async def test_the_camera_takes_a_picture(browser: Browser) -> None:
+async def test_the_camera_takes_a_picture(browser: Browser):
     async with faked(browser) as (rig, opened):
         await opened.page.get_by_role("button", name="Camera").click()
         await opened.page.locator("#shoot").wait_for()
@@ -640,7 +638,7 @@ async def test_the_camera_takes_a_picture(browser: Browser) -> None:
         assert image.startswith(b"\xff\xd8\xff")  # a JPEG
 
 
-async def test_places_are_marked_in_the_picture(browser: Browser) -> None:
+async def test_places_are_marked_in_the_picture(browser: Browser):
     async with faked(browser) as (rig, opened):
         await opened.page.get_by_text("More settings").click()
         await opened.page.get_by_role("button", name="Mark places in the picture").click()
@@ -668,7 +666,7 @@ async def test_places_are_marked_in_the_picture(browser: Browser) -> None:
 # Settings
 
 
-async def test_constraints_sampling_and_handling_reach_the_server(browser: Browser) -> None:
+async def test_constraints_sampling_and_handling_reach_the_server(browser: Browser):
     async with faked(browser) as (_, opened):
         await opened.page.get_by_text("More settings").click()
         await opened.page.locator("#constraint").select_option("choices")
@@ -709,7 +707,7 @@ async def test_constraints_sampling_and_handling_reach_the_server(browser: Brows
         assert await opened.accessibility_problems() == []
 
 
-async def test_several_samples_are_shown(browser: Browser) -> None:
+async def test_several_samples_are_shown(browser: Browser):
     async with faked(browser) as (_, opened):
         await opened.page.get_by_text("More settings").click()
         await opened.page.locator("#n").fill("2")
@@ -718,7 +716,7 @@ async def test_several_samples_are_shown(browser: Browser) -> None:
         assert await opened.page.locator("#answer li").all_inner_texts() == ["a kestrel", "a kestrel"]
 
 
-async def test_an_adapter_answers(browser: Browser, nano: Server) -> None:
+async def test_an_adapter_answers(browser: Browser, nano: Server):
     async with window(browser, origin_of(nano)) as opened:
         await opened.page.get_by_text("More settings").click()
         await opened.page.locator("#adapter").select_option("gold")
@@ -742,7 +740,7 @@ def said_last(rig: HttpServing) -> list[str]:
     return [message.text for message in last_chat(rig).messages]
 
 
-async def test_a_further_question_has_the_conversation_and_the_picture(browser: Browser) -> None:
+async def test_a_further_question_has_the_conversation_and_the_picture(browser: Browser):
     async with faked(browser) as (rig, opened):
         page = opened.page
         await page.locator("#more summary").click()
@@ -782,7 +780,7 @@ async def test_a_further_question_has_the_conversation_and_the_picture(browser: 
         assert said_last(rig) == ["What is it?", "a kestrel", "Where?"]
 
 
-async def test_a_further_question_adds_a_picture(browser: Browser) -> None:
+async def test_a_further_question_adds_a_picture(browser: Browser):
     async with faked(browser) as (rig, opened):
         page = opened.page
         await opened.ask("query", question="What is it?")
@@ -822,7 +820,7 @@ async def test_a_further_question_adds_a_picture(browser: Browser) -> None:
         )
 
 
-async def test_a_file_that_is_no_picture_and_one_that_is_too_large_are_not_added(browser: Browser) -> None:
+async def test_a_file_that_is_no_picture_and_one_that_is_too_large_are_not_added(browser: Browser):
     engine = FakeEngine()
     engine.info = replace(engine.info, config=replace(engine.info.config, max_image_bytes=60_000))
     async with faked(browser, engine) as (rig, opened):
@@ -838,7 +836,7 @@ async def test_a_file_that_is_no_picture_and_one_that_is_too_large_are_not_added
         assert rig.engine.requests == []
 
 
-async def test_only_answers_in_text_have_further_questions(browser: Browser) -> None:
+async def test_only_answers_in_text_have_further_questions(browser: Browser):
     async with faked(browser) as (rig, opened):
         follow = opened.page.locator("#follow")
         await opened.page.locator("#more summary").click()
@@ -859,7 +857,7 @@ async def test_only_answers_in_text_have_further_questions(browser: Browser) -> 
         assert await opened.page.locator("#follow").is_hidden()
 
 
-async def test_a_further_question_that_is_refused_can_be_asked_again(browser: Browser) -> None:
+async def test_a_further_question_that_is_refused_can_be_asked_again(browser: Browser):
     refusals: list[object] = [Overloaded(7, 0.25)]
 
     def refusing(request: Any) -> list[Any]:
@@ -876,7 +874,7 @@ async def test_a_further_question_that_is_refused_can_be_asked_again(browser: Br
         assert said_last(rig) == ["What is it?", "a kestrel", "Why?"]
 
 
-async def test_the_built_in_model_answers_a_further_question(browser: Browser, nano: Server) -> None:
+async def test_the_built_in_model_answers_a_further_question(browser: Browser, nano: Server):
     async with window(browser, origin_of(nano)) as opened:
         await opened.page.get_by_label("A further question").fill("What color is the square?")
         await opened.page.get_by_role("button", name="Ask further").click()
@@ -917,7 +915,7 @@ async def run(sample: str, language: str, folder: Path) -> str:
     return out.decode()
 
 
-async def test_the_request_as_code_does_the_same(browser: Browser, nano: Server, tmp_path: Path) -> None:
+async def test_the_request_as_code_does_the_same(browser: Browser, nano: Server, tmp_path: Path):
     name = "demo_picture.png"
     (tmp_path / name).write_bytes(DEMO_PICTURE.read_bytes())
     async with window(browser, origin_of(nano)) as opened:
@@ -938,7 +936,7 @@ async def test_the_request_as_code_does_the_same(browser: Browser, nano: Server,
             assert name in samples[skill, language]
 
 
-async def test_a_conversation_as_code_does_the_same(browser: Browser, nano: Server, tmp_path: Path) -> None:
+async def test_a_conversation_as_code_does_the_same(browser: Browser, nano: Server, tmp_path: Path):
     (client,) = (item for item in CLIENTS if item.name == "openai")
     await asyncio.to_thread(install, client, ENVIRONMENTS / client.name)
     for name, data in (("demo_picture.png", DEMO_PICTURE.read_bytes()), ("it's second.png", SECOND)):
@@ -966,7 +964,7 @@ async def test_a_conversation_as_code_does_the_same(browser: Browser, nano: Serv
         assert "How many shapes are there?" in await opened.sample("Python")
 
 
-async def test_the_code_has_what_was_chosen_and_nothing_else(browser: Browser) -> None:
+async def test_the_code_has_what_was_chosen_and_nothing_else(browser: Browser):
     async with faked(browser) as (rig, opened):
         assert await opened.sample("curl") == (
             """PICTURE="data:image/png;base64,$(base64 < 'demo_picture.png' | tr -d '\\n')"\n"""
@@ -981,9 +979,7 @@ async def test_the_code_has_what_was_chosen_and_nothing_else(browser: Browser) -
         )
 
 
-async def test_the_request_for_the_client_of_openai_does_the_same(
-    browser: Browser, nano: Server, tmp_path: Path
-) -> None:
+async def test_the_request_for_the_client_of_openai_does_the_same(browser: Browser, nano: Server, tmp_path: Path):
     (client,) = (item for item in CLIENTS if item.name == "openai")
     await asyncio.to_thread(install, client, ENVIRONMENTS / client.name)
     (tmp_path / "demo_picture.png").write_bytes(DEMO_PICTURE.read_bytes())
@@ -1005,7 +1001,7 @@ async def test_the_request_for_the_client_of_openai_does_the_same(
 _FOCUSED = "[document.activeElement].map((item) => item.id || item.value || item.tagName)[0]"
 
 
-async def test_everything_is_reached_by_the_keyboard_in_the_order_of_reading(browser: Browser) -> None:
+async def test_everything_is_reached_by_the_keyboard_in_the_order_of_reading(browser: Browser):
     async with faked(browser) as (_, opened):
         reached: list[str] = []
         for _ in range(19):
@@ -1041,7 +1037,7 @@ async def test_everything_is_reached_by_the_keyboard_in_the_order_of_reading(bro
         assert await opened.page.locator("#overlay circle").count() > 0
 
 
-async def test_a_screen_reader_finds_names_and_is_told_what_changes(browser: Browser) -> None:
+async def test_a_screen_reader_finds_names_and_is_told_what_changes(browser: Browser):
     async with faked(browser) as (_, opened):
         for role in ("heading", "radio", "button", "textbox"):
             for element in await opened.page.get_by_role(role).all():
@@ -1054,7 +1050,7 @@ async def test_a_screen_reader_finds_names_and_is_told_what_changes(browser: Bro
         assert set(live) >= {"answer", "status", "error", "picture-facts", "copied"}
 
 
-async def test_the_request_is_copied(browser: Browser) -> None:
+async def test_the_request_is_copied(browser: Browser):
     async with faked(browser) as (_, opened):
         await opened.page.context.grant_permissions(["clipboard-read", "clipboard-write"])
         await opened.page.locator("#question").fill("What bird is it?")

@@ -1,7 +1,5 @@
 """docs/tutorials/web_page.md as written, but for its ports: a page of another origin shows an answer in pieces."""
 
-from __future__ import annotations
-
 import os
 import re
 import signal
@@ -50,7 +48,7 @@ def page_port(tmp_path: Path) -> Iterator[str]:
             os.killpg(shell.pid, signal.SIGKILL)
 
 
-async def test_the_page_of_the_tutorial_shows_an_answer_in_pieces(page_port: str) -> None:
+async def test_the_page_of_the_tutorial_shows_an_answer_in_pieces(page_port: str):
     async with async_playwright() as playwright:
         browser = await launch(playwright)
         page = await browser.new_page()

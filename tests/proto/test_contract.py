@@ -1,7 +1,5 @@
 """The contract keeps its own rules."""
 
-from __future__ import annotations
-
 import shutil
 import subprocess
 import sysconfig
@@ -49,34 +47,34 @@ def _edit(copy: Path, name: str, old: str, new: str) -> None:
     path.write_text(text.replace(old, new, 1))
 
 
-def test_the_contract_is_lint_clean_and_formatted() -> None:
+def test_the_contract_is_lint_clean_and_formatted():
     lint = _buf("lint")
     assert (lint.returncode, lint.stdout) == (0, "")
     difference = _buf("format", "--diff", "--exit-code")
     assert (difference.returncode, difference.stdout) == (0, "")
 
 
-def test_a_field_without_a_comment_is_found(copy: Path) -> None:
+def test_a_field_without_a_comment_is_found(copy: Path):
     _edit(copy, "media.proto", "  // A region.\n", "")
     lint = _buf("lint", cwd=copy)
     assert lint.returncode != 0
     assert "media.proto" in lint.stdout
 
 
-def test_a_change_that_breaks_callers_is_found(copy: Path) -> None:
+def test_a_change_that_breaks_callers_is_found(copy: Path):
     _edit(copy, "generation.proto", "optional int32 max_tokens = 3;", "optional int64 max_tokens = 3;")
     breaking = _buf("breaking", "--against", ROOT, cwd=copy)
     assert breaking.returncode != 0
     assert "max_tokens" in breaking.stdout
 
 
-def test_a_new_field_breaks_no_client(copy: Path) -> None:
+def test_a_new_field_breaks_no_client(copy: Path):
     _edit(copy, "media.proto", "  float y = 2;\n", "  float y = 2;\n  // New.\n  float z = 3;\n")
     breaking = _buf("breaking", "--against", ROOT, cwd=copy)
     assert (breaking.returncode, breaking.stdout) == (0, "")
 
 
-def test_a_reserved_number_cannot_be_used_later(copy: Path, tmp_path_factory: pytest.TempPathFactory) -> None:
+def test_a_reserved_number_cannot_be_used_later(copy: Path, tmp_path_factory: pytest.TempPathFactory):
     before = tmp_path_factory.mktemp("before")
     shutil.copytree(copy, before, dirs_exist_ok=True)
     _edit(before, "generation.proto", "message RequestOptions {\n", "message RequestOptions {\n  reserved 6;\n")
@@ -113,7 +111,7 @@ def _messages() -> Mapping[str, descriptor_pb2.DescriptorProto]:
     return found
 
 
-def test_every_number_that_is_skipped_is_reserved_or_planned() -> None:
+def test_every_number_that_is_skipped_is_reserved_or_planned():
     gaps: dict[str, set[int]] = {}
     for name, message in _messages().items():
         storage = range(INFO_NUMBER) if message.field[-1:] and message.field[-1].name == "info" else ()
@@ -122,7 +120,7 @@ def test_every_number_that_is_skipped_is_reserved_or_planned() -> None:
     assert {name: numbers for name, numbers in gaps.items() if numbers} == {}
 
 
-def test_a_planned_number_is_used_by_its_field_or_by_none() -> None:
+def test_a_planned_number_is_used_by_its_field_or_by_none():
     messages = _messages()
     planned = {(name, number, field) for name, fields in PLANNED.items() for number, field in fields.items()}
     used = {(name, field.number, field.name) for name in PLANNED for field in messages[name].field}
@@ -131,7 +129,7 @@ def test_a_planned_number_is_used_by_its_field_or_by_none() -> None:
         assert taken == []
 
 
-def test_a_gap_is_found_unless_it_is_reserved() -> None:
+def test_a_gap_is_found_unless_it_is_reserved():
     message = descriptor_pb2.DescriptorProto()
     for number in (2, 6):
         message.field.add(number=number)
@@ -144,13 +142,13 @@ def test_a_gap_is_found_unless_it_is_reserved() -> None:
     assert _enum_gaps(enum) == {3}
 
 
-def test_info_is_the_last_field_of_every_result() -> None:
+def test_info_is_the_last_field_of_every_result():
     numbers = [field.number for message in _messages().values() for field in message.field if field.name == "info"]
     assert numbers == [INFO_NUMBER] * 7
 
 
 @pytest.mark.parametrize("skill", ["Query", "Caption"])
-def test_streaming_and_unary_twins_take_the_same_fields(skill: str) -> None:
+def test_streaming_and_unary_twins_take_the_same_fields(skill: str):
     messages = vision_service_pb2.DESCRIPTOR.message_types_by_name
     twins = (messages[f"{skill}Request"], messages[f"Complete{skill}Request"])
     streaming, unary = (
@@ -159,7 +157,7 @@ def test_streaming_and_unary_twins_take_the_same_fields(skill: str) -> None:
     assert streaming == unary
 
 
-def test_every_scalar_whose_zero_means_something_has_presence() -> None:
+def test_every_scalar_whose_zero_means_something_has_presence():
     for name in ("QueryRequest", "CompleteQueryRequest", "PointRequest", "DetectRequest", "SegmentRequest"):
         for field in vision_service_pb2.DESCRIPTOR.message_types_by_name[name].fields:
             if field.name in {"reasoning", "max_objects"}:

@@ -1,7 +1,5 @@
 """The commands and programs of docs/stubs.md, run one after the other."""
 
-from __future__ import annotations
-
 import asyncio
 import os
 import re
@@ -39,7 +37,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-async def test_the_program_asks_a_server_with_stubs_that_were_made_as_the_page_says(folder: Path) -> None:
+async def test_the_program_asks_a_server_with_stubs_that_were_made_as_the_page_says(folder: Path):
     (program,) = re.findall(r"^```python\n(.*?)^```", PAGE, re.MULTILINE | re.DOTALL)
     async with serving() as rig:
         here = program.replace("localhost:50051", rig.address)
@@ -49,7 +47,7 @@ async def test_the_program_asks_a_server_with_stubs_that_were_made_as_the_page_s
     assert printed == "fake\n"
 
 
-def test_stubs_with_another_name_live_beside_a_package_named_kestrel_and_the_client(folder: Path) -> None:
+def test_stubs_with_another_name_live_beside_a_package_named_kestrel_and_the_client(folder: Path):
     engine = folder / "engine"
     (engine / "kestrel").mkdir(parents=True)
     (engine / "kestrel" / "__init__.py").write_text("IS_ENGINE = True\n")

@@ -1,7 +1,5 @@
 """Attention of one sequence without a cache, to compare others with."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable
 
 import torch

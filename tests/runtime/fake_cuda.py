@@ -4,8 +4,6 @@
 `FakeStreamCapture` replaces `StreamCapture` in tests with real work, which a capture on a CPU would run.
 """
 
-from __future__ import annotations
-
 import gc
 import itertools
 from collections import Counter

@@ -1,7 +1,5 @@
 """Sequences made by hand: no image is decoded and no text is read."""
 
-from __future__ import annotations
-
 import itertools
 
 import numpy as np

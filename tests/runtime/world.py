@@ -1,7 +1,5 @@
 """A scheduler with the rest of an engine played by the test: cache, token source, and who is done when."""
 
-from __future__ import annotations
-
 import itertools
 from typing import NamedTuple
 

@@ -7,8 +7,6 @@ server prints each question when it comes.
     python -m tests.scale.fake_server NAME PORT
 """
 
-from __future__ import annotations
-
 import asyncio
 import signal
 import sys

@@ -1,7 +1,5 @@
 """Servers as processes on ports that they keep, and Envoy in front of them."""
 
-from __future__ import annotations
-
 import asyncio
 import re
 import signal

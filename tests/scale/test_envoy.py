@@ -1,7 +1,5 @@
 """Envoy as `deploy/envoy` configures it, in front of three servers that are killed, stopped and replaced."""
 
-from __future__ import annotations
-
 import asyncio
 import signal
 import struct
@@ -87,18 +85,18 @@ class Load:
                 self.errors.append(error)
 
 
-async def test_calls_about_one_image_go_to_one_server(hosts: Hosts, client: AsyncClient) -> None:
+async def test_calls_about_one_image_go_to_one_server(hosts: Hosts, client: AsyncClient):
     found = await owners(client)
     assert set(found) == set(hosts.by_name)
     assert await owners(client) == found
 
 
-async def test_calls_without_an_image_are_spread(hosts: Hosts, client: AsyncClient) -> None:
+async def test_calls_without_an_image_are_spread(hosts: Hosts, client: AsyncClient):
     answers = Counter([(await client.complete_query(None, "who?")).answer for _ in range(60)])
     assert set(answers) == set(hosts.by_name)
 
 
-async def test_a_server_that_is_killed_fails_no_call_without_an_answer(hosts: Hosts, client: AsyncClient) -> None:
+async def test_a_server_that_is_killed_fails_no_call_without_an_answer(hosts: Hosts, client: AsyncClient):
     before = await owners(client)
     home = await owner(hosts, client, LARGE_IMAGE)
     unary = asyncio.ensure_future(client.complete_query(LARGE_IMAGE, HOLD_ALL))
@@ -126,7 +124,7 @@ async def test_a_server_that_is_killed_fails_no_call_without_an_answer(hosts: Ho
     await until(partial(owners, client), before)
 
 
-async def test_a_server_that_hangs_gets_no_calls(hosts: Hosts, tmp_path: Path) -> None:
+async def test_a_server_that_hangs_gets_no_calls(hosts: Hosts, tmp_path: Path):
     with impatient_envoy(hosts, tmp_path) as balancer:
         async with calling(balancer) as client:
             home = await owner(hosts, client, IMAGES[0])
@@ -137,7 +135,7 @@ async def test_a_server_that_hangs_gets_no_calls(hosts: Hosts, tmp_path: Path) -
             await asyncio.to_thread(balancer.wait_for, [host.address for host in hosts.by_name.values()])
 
 
-async def test_a_server_that_is_replaced_fails_no_call(hosts: Hosts, client: AsyncClient) -> None:
+async def test_a_server_that_is_replaced_fails_no_call(hosts: Hosts, client: AsyncClient):
     home = await owner(hosts, client, IMAGES[0])
     stream = client.query(IMAGES[0], HOLD_END)
     assert await anext(stream) == home.name
@@ -163,7 +161,7 @@ async def metadata_of_an_answer(envoy: Envoy) -> set[str]:
     return trailers.keys() - {"grpc-status"}
 
 
-async def test_a_server_that_reports_more_load_gets_fewer_calls(hosts: Hosts, tmp_path: Path) -> None:
+async def test_a_server_that_reports_more_load_gets_fewer_calls(hosts: Hosts, tmp_path: Path):
     async def weighs_less() -> bool:
         await asyncio.gather(*(client.complete_query(None, "who?") for _ in range(12)))
         weights = await asyncio.to_thread(balancer.weights, "kestrel")
@@ -179,7 +177,7 @@ async def test_a_server_that_reports_more_load_gets_fewer_calls(hosts: Hosts, tm
     assert LOAD_REPORT_KEY in await metadata_of_an_answer(hosts.envoy)
 
 
-async def test_a_caller_keeps_the_id_of_its_request(client: AsyncClient) -> None:
+async def test_a_caller_keeps_the_id_of_its_request(client: AsyncClient):
     result = await client.complete_query(IMAGES[0], "who?", request_id="mine")
     assert result.request_id == "mine"
     with pytest.raises(KestrelClientError) as caught:
@@ -187,7 +185,7 @@ async def test_a_caller_keeps_the_id_of_its_request(client: AsyncClient) -> None
     assert caught.value.request_id == "mine"
 
 
-async def test_a_browser_may_call(hosts: Hosts) -> None:
+async def test_a_browser_may_call(hosts: Hosts):
     """By gRPC-Web, over HTTP/1.1: a flag and the length before each message, and the trailers as the last one."""
     request = urllib.request.Request(
         f"http://{hosts.envoy.address}/grpc.health.v1.Health/Check",
@@ -206,7 +204,7 @@ async def test_a_browser_may_call(hosts: Hosts) -> None:
     assert b"grpc-status:0" in body[10 + length :]
 
 
-async def test_a_popular_image_is_shared_out_but_a_stored_one_stays(hosts: Hosts, client: AsyncClient) -> None:
+async def test_a_popular_image_is_shared_out_but_a_stored_one_stays(hosts: Hosts, client: AsyncClient):
     stored = await client.upload_image(IMAGES[0])
     home = await owner(hosts, client, IMAGES[0])
     for image, is_home in ((stored, True), (IMAGES[0], False)):

@@ -1,7 +1,5 @@
 """HTTP/1.1 spoken by hand to a true server over a fake engine: whole requests, pieces of them, and responses."""
 
-from __future__ import annotations
-
 import asyncio
 import base64
 import json

@@ -1,7 +1,5 @@
 """A receiver of traces: an HTTP server that parses what exporters send, from OTLP's own messages."""
 
-from __future__ import annotations
-
 import gzip
 import threading
 from collections.abc import Iterator

@@ -1,7 +1,5 @@
 """A true server over a fake engine, and the stubs to ask it, for the length of a `with`."""
 
-from __future__ import annotations
-
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass

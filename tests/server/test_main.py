@@ -1,7 +1,5 @@
 """The command: arguments in, exit status and lines out."""
 
-from __future__ import annotations
-
 import json
 import os
 import shutil
@@ -19,15 +17,13 @@ from tests.reference_fixtures import CHECKOUT, MD2_SMALL, MD3_SMALL
 from tests.server.serving import serving
 
 
-def test_version_is_that_of_the_package(capsys: pytest.CaptureFixture[str]) -> None:
+def test_version_is_that_of_the_package(capsys: pytest.CaptureFixture[str]):
     with pytest.raises(SystemExit, match="0"):
         main(["--version"])
     assert capsys.readouterr().out.strip() == __version__
 
 
-def test_unusable_options_are_told_one_a_line(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_unusable_options_are_told_one_a_line(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setenv("KESTREL_GRPC_DEVICE", "tpu")
     assert main(["serve", "--port", "many", "--dtype", "int3"]) == 2
     lines = capsys.readouterr().err.splitlines()
@@ -35,7 +31,7 @@ def test_unusable_options_are_told_one_a_line(
     assert all(line.startswith("kestrel-grpc: ") for line in lines)
 
 
-async def test_port_in_use_is_told_before_the_model_is_loaded(capsys: pytest.CaptureFixture[str]) -> None:
+async def test_port_in_use_is_told_before_the_model_is_loaded(capsys: pytest.CaptureFixture[str]):
     async with serving() as rig:
         assert main(["serve", "--model", "/nowhere", "--port", str(rig.server.port)]) == 1
     error = capsys.readouterr().err
@@ -45,19 +41,19 @@ async def test_port_in_use_is_told_before_the_model_is_loaded(capsys: pytest.Cap
 
 def test_a_folder_of_adapters_that_is_not_there_is_told_before_the_model_is_loaded(
     capsys: pytest.CaptureFixture[str],
-) -> None:
+):
     assert main(["serve", "--model", "/nowhere", "--adapters", "/nope", "--port", "0"]) == 2
     assert capsys.readouterr().err.splitlines() == ["kestrel-grpc: --adapters: there is no folder /nope"]
 
 
-def test_model_that_is_not_there_is_one_clear_line(capsys: pytest.CaptureFixture[str]) -> None:
+def test_model_that_is_not_there_is_one_clear_line(capsys: pytest.CaptureFixture[str]):
     assert main(["serve", "--model", "/nowhere", "--port", "0"]) == 1
     error = capsys.readouterr().err
     assert "/nowhere" in error
     assert error.count("\n") == 1
 
 
-def test_a_cache_too_small_to_serve_with_is_one_clear_line(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_cache_too_small_to_serve_with_is_one_clear_line(capsys: pytest.CaptureFixture[str]):
     assert main(["serve", "--model", str(MD3_SMALL), "--port", "0", "--kv-pages", "1"]) == 1
     refusals = [line for line in capsys.readouterr().err.splitlines() if line.startswith("kestrel-grpc: ")]
     assert len(refusals) == 1
@@ -67,7 +63,7 @@ def test_a_cache_too_small_to_serve_with_is_one_clear_line(capsys: pytest.Captur
 @pytest.mark.parametrize("options", [[], ["--frontends", "1"]])
 def test_a_checkpoint_that_cannot_be_served_ends_a_start_before_torch_is_imported(
     options: list[str], tmp_path: Path
-) -> None:
+):
     shutil.copytree(MD2_SMALL, tmp_path / "model")
     config = json.loads((MD2_SMALL / "config.json").read_text())
     config["text"]["n_layers"] = 10**30
@@ -85,7 +81,7 @@ def test_a_checkpoint_that_cannot_be_served_ends_a_start_before_torch_is_importe
     assert (done.returncode, done.stdout, done.stderr) == (1, "", line)
 
 
-def test_without_a_command_there_is_help(capsys: pytest.CaptureFixture[str]) -> None:
+def test_without_a_command_there_is_help(capsys: pytest.CaptureFixture[str]):
     assert main([]) == 0
     assert "COMMAND" in capsys.readouterr().out
 
@@ -102,20 +98,20 @@ def test_without_a_command_there_is_help(capsys: pytest.CaptureFixture[str]) -> 
 )
 def test_a_mistyped_word_is_told_with_what_was_meant(
     words: list[str], line: str, capsys: pytest.CaptureFixture[str]
-) -> None:
+):
     assert main(words) == 2
     assert capsys.readouterr().err.splitlines() == [f"kestrel-grpc: {line}"]
 
 
 @pytest.mark.parametrize("command", ["config", "serve --help", "--help"])
-def test_a_reader_who_closes_the_pipe_sees_no_error(command: str) -> None:
+def test_a_reader_who_closes_the_pipe_sees_no_error(command: str):
     shell = ["bash", "-c", f"{sys.executable} -m kestrel_grpc {command} | head -1"]
     done = subprocess.run(shell, capture_output=True, text=True, check=False)
     assert (done.stdout.count("\n"), done.stderr) == (1, "")
 
 
 @pytest.mark.parametrize("module", ["kestrel_grpc.cli.commands", "torch"])
-def test_an_interrupt_while_a_library_is_being_imported_ends_quietly(module: str) -> None:
+def test_an_interrupt_while_a_library_is_being_imported_ends_quietly(module: str):
     """The import of a module presses Ctrl-C."""
     code = (
         "import os, signal, sys\n"
@@ -132,7 +128,7 @@ def test_an_interrupt_while_a_library_is_being_imported_ends_quietly(module: str
 
 
 @pytest.mark.parametrize("module", ["kestrel_grpc.cli.commands", "torch"])
-def test_sigterm_while_a_server_imports_its_libraries_is_no_failure(module: str) -> None:
+def test_sigterm_while_a_server_imports_its_libraries_is_no_failure(module: str):
     """The import of a module sends it."""
     code = (
         "import os, signal, sys\n"
@@ -148,7 +144,7 @@ def test_sigterm_while_a_server_imports_its_libraries_is_no_failure(module: str)
 
 
 @pytest.mark.parametrize("command", ["demo", "serve --port 0", "verify tests/golden/md3-small"])
-def test_an_interrupt_of_a_command_ends_quietly(command: str) -> None:
+def test_an_interrupt_of_a_command_ends_quietly(command: str):
     words = [sys.executable, "-m", "kestrel_grpc", *command.split()]
     variables = {**os.environ, warm.EXITS_AS_USUAL: "yes"}
     with (
@@ -168,13 +164,13 @@ def test_an_interrupt_of_a_command_ends_quietly(command: str) -> None:
 
 
 @pytest.mark.parametrize("command", ["serve", "verify", "query", "segment", "info", "models", "load"])
-def test_every_command_has_help(command: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_every_command_has_help(command: str, capsys: pytest.CaptureFixture[str]):
     with pytest.raises(SystemExit, match="0"):
         main([command, "--help"])
     assert "usage: kestrel-grpc" in capsys.readouterr().out
 
 
-def test_asking_a_server_does_not_load_the_model_libraries() -> None:
+def test_asking_a_server_does_not_load_the_model_libraries():
     code = "import sys; import kestrel_grpc.cli.commands; print('torch' in sys.modules)"
     printed = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert printed.stdout.strip() == "False"

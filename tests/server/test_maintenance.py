@@ -1,7 +1,5 @@
 """When work is done that can wait."""
 
-from __future__ import annotations
-
 import asyncio
 import logging
 import threading

@@ -1,7 +1,5 @@
 """The server's life: bind, serve, drain, stop; and what bad callers cannot do to it."""
 
-from __future__ import annotations
-
 import asyncio
 import os
 import signal
@@ -87,13 +85,13 @@ async def serving_until_signal(
         yield Serving(server, engine, channel), serve
 
 
-async def test_port_zero_takes_a_free_one_and_prints_it(capsys: pytest.CaptureFixture[str]) -> None:
+async def test_port_zero_takes_a_free_one_and_prints_it(capsys: pytest.CaptureFixture[str]):
     async with serving() as rig:
         assert rig.server.port
         assert f"fake on 127.0.0.1:{rig.server.port} (cpu, float32)\n" in capsys.readouterr().out
 
 
-async def test_port_in_use_is_one_clear_error() -> None:
+async def test_port_in_use_is_one_clear_error():
     async with serving() as rig:
         assert rig.server.port is not None
         other = Server(FakeEngine(), ServerConfig(port=rig.server.port))
@@ -102,13 +100,13 @@ async def test_port_in_use_is_one_clear_error() -> None:
         await rig.vision.CompleteQuery(COMPLETE_QUERY)
 
 
-async def test_address_that_is_not_ours_is_one_clear_error() -> None:
+async def test_address_that_is_not_ours_is_one_clear_error():
     with pytest.raises(PortUnavailable, match=r"192\.0\.2\.1"):
         await Server(FakeEngine(), ServerConfig(host="192.0.2.1", port=0)).start()
 
 
 @pytest.mark.skipif(not socket.has_ipv6, reason="no IPv6 here")
-async def test_addresses_of_version_six_are_fine() -> None:
+async def test_addresses_of_version_six_are_fine():
     try:
         socket.create_server(("::1", 0), family=socket.AF_INET6).close()
     except OSError:
@@ -121,7 +119,7 @@ async def test_addresses_of_version_six_are_fine() -> None:
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="threads have priorities on Linux only")
-async def test_the_threads_of_grpc_get_a_lower_priority_and_no_others(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_the_threads_of_grpc_get_a_lower_priority_and_no_others(monkeypatch: pytest.MonkeyPatch):
     lowered: dict[int, int] = {}
     monkeypatch.setattr(os, "setpriority", lambda _, thread, niceness: lowered.update({thread: niceness}))
     async with serving():
@@ -131,7 +129,7 @@ async def test_the_threads_of_grpc_get_a_lower_priority_and_no_others(monkeypatc
     assert not set(lowered) & {thread.native_id for thread in threading.enumerate()}
 
 
-async def test_drain_lets_running_requests_finish_and_refuses_new_ones() -> None:
+async def test_drain_lets_running_requests_finish_and_refuses_new_ones():
     async with serving(FakeEngine(pauses)) as rig:
         stream, unary = rig.vision.Query(QUERY), rig.vision.CompleteQuery(COMPLETE_QUERY)
         assert (await stream.read()).HasField("started")
@@ -151,7 +149,7 @@ async def test_drain_lets_running_requests_finish_and_refuses_new_ones() -> None
         assert (await unary).result.answer == "a kestrel"
 
 
-async def test_drain_gives_up_after_its_timeout() -> None:
+async def test_drain_gives_up_after_its_timeout():
     async with serving(FakeEngine(never_ends), drain_timeout=0.01) as rig:
         stream = rig.vision.Query(QUERY)
         await stream.read()
@@ -160,7 +158,7 @@ async def test_drain_gives_up_after_its_timeout() -> None:
         assert await ending(stream) is grpc.StatusCode.UNAVAILABLE
 
 
-async def test_stop_fails_what_still_runs_rather_than_waiting_for_it() -> None:
+async def test_stop_fails_what_still_runs_rather_than_waiting_for_it():
     async with serving(FakeEngine(never_ends)) as rig:
         stream, unary = rig.vision.Query(QUERY), rig.vision.CompleteQuery(COMPLETE_QUERY)
         await stream.read()
@@ -170,7 +168,7 @@ async def test_stop_fails_what_still_runs_rather_than_waiting_for_it() -> None:
 
 
 @pytest.mark.parametrize("is_drained", [True, False])
-async def test_no_caller_is_told_that_its_call_was_cancelled_while_the_server_ends(is_drained: bool) -> None:
+async def test_no_caller_is_told_that_its_call_was_cancelled_while_the_server_ends(is_drained: bool):
     # Only UNAVAILABLE is tried again by clients.
     for _ in range(3):
         async with serving() as rig:
@@ -198,7 +196,7 @@ async def calling_on(server: Server, codes: Counter[grpc.StatusCode]) -> None:
 
 async def test_connections_that_grpc_does_not_let_go_of_do_not_hold_up_the_end(
     monkeypatch: pytest.MonkeyPatch,
-) -> None:
+):
     stops: list[Callable[[None], Awaitable[None]]] = []
     make_server: Callable[..., Any] = grpc.aio.server
     released: asyncio.Future[None] = asyncio.get_running_loop().create_future()
@@ -224,7 +222,7 @@ async def test_connections_that_grpc_does_not_let_go_of_do_not_hold_up_the_end(
         await stop_now(None)
 
 
-async def test_messages_that_do_not_come_do_not_hold_up_the_end() -> None:
+async def test_messages_that_do_not_come_do_not_hold_up_the_end():
     async with serving(drain_timeout=3600.0) as rig, Http2Client.connected(rig.address) as client:
         stream = await client.begin(COMPLETE_QUERY_METHOD)
         await client.send(stream, b"\0\0\1\0\0")
@@ -234,7 +232,7 @@ async def test_messages_that_do_not_come_do_not_hold_up_the_end() -> None:
     assert int(trailers["grpc-status"]) == grpc.StatusCode.UNAVAILABLE.value[0]
 
 
-async def test_what_the_engine_has_said_reaches_a_slow_reader_before_the_server_ends() -> None:
+async def test_what_the_engine_has_said_reaches_a_slow_reader_before_the_server_ends():
     async with serving(FakeEngine(says_much)) as rig:
         stream, watch = rig.vision.Query(QUERY), rig.health.Watch(HealthCheckRequest())
         await rig.engine.num_submitted.acquire()
@@ -247,7 +245,7 @@ async def test_what_the_engine_has_said_reaches_a_slow_reader_before_the_server_
         await drain
 
 
-async def test_sigterm_withdraws_before_it_refuses() -> None:
+async def test_sigterm_withdraws_before_it_refuses():
     async with serving_until_signal(FakeEngine(pauses), withdrawal_delay=3600, metrics_port=0) as (rig, serve):
         watch = rig.health.Watch(HealthCheckRequest())
         await watch.read()
@@ -264,7 +262,7 @@ async def test_sigterm_withdraws_before_it_refuses() -> None:
         assert await serve
 
 
-async def test_an_engine_that_dies_while_the_server_withdraws_ends_it() -> None:
+async def test_an_engine_that_dies_while_the_server_withdraws_ends_it():
     async with serving_until_signal(FakeEngine(), withdrawal_delay=3600) as (rig, serve):
         watch = rig.health.Watch(HealthCheckRequest())
         await watch.read()
@@ -275,7 +273,7 @@ async def test_an_engine_that_dies_while_the_server_withdraws_ends_it() -> None:
 
 
 @pytest.mark.parametrize(("number", "delay_s"), [(signal.SIGTERM, 0.05), (signal.SIGINT, 3600)])
-async def test_signal_drains_and_ends_with_success(number: signal.Signals, delay_s: float) -> None:
+async def test_signal_drains_and_ends_with_success(number: signal.Signals, delay_s: float):
     # By hand nothing is withdrawn from: the long delay does not count.
     async with serving_until_signal(FakeEngine(pauses), withdrawal_delay=delay_s) as (rig, serve):
         stream = rig.vision.Query(QUERY)
@@ -289,7 +287,7 @@ async def test_signal_drains_and_ends_with_success(number: signal.Signals, delay
         assert await serve
 
 
-async def test_second_signal_stops_at_once() -> None:
+async def test_second_signal_stops_at_once():
     async with serving_until_signal(FakeEngine(never_ends), drain_timeout=3600) as (rig, serve):
         stream = rig.vision.Query(QUERY)
         await stream.read()
@@ -302,7 +300,7 @@ async def test_second_signal_stops_at_once() -> None:
         assert await ending(stream) is grpc.StatusCode.UNAVAILABLE
 
 
-async def test_a_signal_after_the_server_has_stopped_goes_to_who_handled_it_before() -> None:
+async def test_a_signal_after_the_server_has_stopped_goes_to_who_handled_it_before():
     received: list[int] = []
     before = signal.signal(signal.SIGTERM, lambda number, frame: received.append(number))
     try:
@@ -316,7 +314,7 @@ async def test_a_signal_after_the_server_has_stopped_goes_to_who_handled_it_befo
         signal.signal(signal.SIGTERM, before)
 
 
-async def test_dead_engine_ends_the_server_without_success() -> None:
+async def test_dead_engine_ends_the_server_without_success():
     async with serving_until_signal(FakeEngine(never_ends)) as (rig, serve):
         stream = rig.vision.Query(QUERY)
         await stream.read()
@@ -325,7 +323,7 @@ async def test_dead_engine_ends_the_server_without_success() -> None:
         assert await ending(stream) is grpc.StatusCode.UNAVAILABLE
 
 
-async def test_message_beyond_the_limit_is_refused_and_the_server_goes_on() -> None:
+async def test_message_beyond_the_limit_is_refused_and_the_server_goes_on():
     async with serving(max_message_bytes=2**20) as rig:
         huge = wire.CompleteQueryRequest(question="?", image={"data": bytes(2 * 2**20)})
         call = rig.vision.CompleteQuery(huge)
@@ -334,7 +332,7 @@ async def test_message_beyond_the_limit_is_refused_and_the_server_goes_on() -> N
         assert (await rig.vision.CompleteQuery(COMPLETE_QUERY)).result.answer == "a kestrel"
 
 
-async def test_image_below_the_message_limit_arrives() -> None:
+async def test_image_below_the_message_limit_arrives():
     async with serving() as rig:
         data = os.urandom(20_000_000)
         await rig.vision.Caption(wire.CaptionRequest(image={"data": data})).read()
@@ -352,7 +350,7 @@ async def test_image_below_the_message_limit_arrives() -> None:
 )
 async def test_a_message_that_is_large_without_its_image_is_refused_before_it_is_worked_on(
     fields: dict[str, Any], told: str
-) -> None:
+):
     request = wire.PointRequest(image=IMAGE, **fields)
     async with serving() as rig:
         with pytest.raises(grpc.aio.AioRpcError, match=told) as caught:
@@ -361,7 +359,7 @@ async def test_a_message_that_is_large_without_its_image_is_refused_before_it_is
     assert rig.engine.requests == []
 
 
-async def test_bad_input_leaves_the_server_serving() -> None:
+async def test_bad_input_leaves_the_server_serving():
     nonsense = (
         wire.PointRequest(),
         wire.PointRequest(object="bird", image=IMAGE, max_objects=-1),

@@ -1,7 +1,5 @@
 """Stubs of `inference.GRPCInferenceService`, and requests as Triton's clients write them."""
 
-from __future__ import annotations
-
 import json
 import struct
 from collections.abc import AsyncIterable, Iterator, Mapping

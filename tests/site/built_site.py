@@ -1,7 +1,5 @@
 """What `make docs` has built: links lead somewhere, nothing comes from other hosts, and nothing is missing."""
 
-from __future__ import annotations
-
 import json
 import posixpath
 import re
@@ -73,12 +71,12 @@ def broken(page: str, links: list[str]) -> list[str]:
     return found
 
 
-def test_every_link_and_every_place_in_a_page_exists() -> None:
+def test_every_link_and_every_place_in_a_page_exists():
     assert len(PAGES) > 30
     assert {page: missing for page in PAGES if (missing := broken(page, parsed(page).links))} == {}
 
 
-def test_browsers_load_nothing_from_other_hosts() -> None:
+def test_browsers_load_nothing_from_other_hosts():
     for page in PAGES:
         foreign = [link for link in parsed(page).loaded if urlsplit(link).scheme or urlsplit(link).netloc]
         assert foreign == [], page
@@ -87,7 +85,7 @@ def test_browsers_load_nothing_from_other_hosts() -> None:
         assert not re.search(r"(url\(|@import\s*)[\"']?(https?:)?//", sheet.read_text(encoding="utf-8")), sheet
 
 
-def test_the_page_of_the_rest_api_has_every_route_and_field() -> None:
+def test_the_page_of_the_rest_api_has_every_route_and_field():
     document = json.loads((SITE / "openapi.json").read_text(encoding="utf-8"))
     text = "".join(parsed("rest_api/index.html").text)
     assert len(document["paths"]) > 8
@@ -97,7 +95,7 @@ def test_the_page_of_the_rest_api_has_every_route_and_field() -> None:
         assert all(item in text for item in schema["properties"]), name
 
 
-def test_the_page_of_the_python_client_has_everything_that_is_exported() -> None:
+def test_the_page_of_the_python_client_has_everything_that_is_exported():
     places = parsed("python_api/index.html").ids
     assert [name for name in kestrel_client.__all__ if f"kestrel_client.{name}" not in places] == []
     methods = [name for name in vars(kestrel_client.Client) if not name.startswith("_")]
@@ -106,13 +104,13 @@ def test_the_page_of_the_python_client_has_everything_that_is_exported() -> None
 
 
 @pytest.mark.parametrize("contract", [vision_service_pb2, image_service_pb2, engine_service_pb2])
-def test_the_page_of_the_contract_has_every_call(contract) -> None:
+def test_the_page_of_the_contract_has_every_call(contract):
     text = "".join(parsed("api/index.html").text)
     for service in contract.DESCRIPTOR.services_by_name.values():
         assert all(f"{method.name}" in text for method in service.methods)
 
 
-def test_the_search_finds_every_page_of_the_navigation() -> None:
+def test_the_search_finds_every_page_of_the_navigation():
     index = json.loads((SITE / "search" / "search_index.json").read_text(encoding="utf-8"))
     found = {item["location"].partition("#")[0] for item in index["docs"]}
     shown = {posixpath.dirname(page) + "/" if "/" in page else "" for page in PAGES}
@@ -121,7 +119,7 @@ def test_the_search_finds_every_page_of_the_navigation() -> None:
     assert not files & found
 
 
-def test_every_page_of_the_navigation_is_in_the_header_of_the_first() -> None:
+def test_every_page_of_the_navigation_is_in_the_header_of_the_first():
     listed = (CHECKOUT / "mkdocs.yml").read_text(encoding="utf-8")
     entries = str(yaml.safe_load(listed)["nav"])
     links = set(parsed("index.html").links)

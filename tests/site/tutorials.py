@@ -1,7 +1,5 @@
 """The tutorials run as written, one after the other in one folder, as their readers would go through them."""
 
-from __future__ import annotations
-
 import json
 import os
 import re
@@ -81,13 +79,13 @@ def shown(printed: dict[str, str], part: str) -> str:
     return found
 
 
-def test_every_tutorial_is_run() -> None:
+def test_every_tutorial_is_run():
     pages = {page.stem for page in TUTORIALS.glob("*.md")} - {"README"}
     assert pages == {*ORDER, IN_A_BROWSER}
 
 
 @needs_tools
-def test_a_first_picture(reader) -> None:
+def test_a_first_picture(reader):
     folder, printed = reader
     color, star, *boxes = shown(printed, "--draw found.png").split("\n")[1:-1]
     assert (color, star) == ("red", "no")
@@ -98,7 +96,7 @@ def test_a_first_picture(reader) -> None:
 
 
 @needs_tools
-def test_a_folder_of_pictures(reader) -> None:
+def test_a_folder_of_pictures(reader):
     folder, printed = reader
     assert shown(printed, "cat captions.jsonl").count('"caption"') == 6
     assert sorted(path.name for path in (folder / "sorted" / "red").iterdir()) == ["0.png", "2.png", "4.png"]
@@ -106,7 +104,7 @@ def test_a_folder_of_pictures(reader) -> None:
 
 
 @needs_tools
-def test_the_recipes_of_the_cookbook(reader) -> None:
+def test_the_recipes_of_the_cookbook(reader):
     folder, printed = reader
     assert shown(printed, "to be checked").split(" ")[0].strip() == "OPEN"
     assert shown(printed, 'red circle").points').split() == ["3", "3"]
@@ -131,7 +129,7 @@ def test_the_recipes_of_the_cookbook(reader) -> None:
 
 
 @needs_tools
-def test_a_deployment_with_tls_and_tokens(reader) -> None:
+def test_a_deployment_with_tls_and_tokens(reader):
     _, printed = reader
     calls = shown(printed, "export KESTREL_GRPC_ADDRESS")
     assert "\nred\n" in calls
@@ -142,7 +140,7 @@ def test_a_deployment_with_tls_and_tokens(reader) -> None:
 
 
 @needs_tools
-def test_a_watched_server(reader) -> None:
+def test_a_watched_server(reader):
     _, printed = reader
     metrics = shown(printed, "rpc_server_call_duration")
     assert "kestrel_engine_ready 1.0" in metrics
@@ -152,7 +150,7 @@ def test_a_watched_server(reader) -> None:
             assert 'job="kestrel"' in output
 
 
-def test_the_panels_variables_and_alerts_that_are_named_exist() -> None:
+def test_the_panels_variables_and_alerts_that_are_named_exist():
     text = (TUTORIALS / "watch.md").read_text(encoding="utf-8")
     dashboard = json.loads((CHECKOUT / "deploy" / "grafana" / "dashboard.json").read_text(encoding="utf-8"))
     rules = yaml.safe_load((CHECKOUT / "deploy" / "prometheus" / "alerts.yml").read_text(encoding="utf-8"))

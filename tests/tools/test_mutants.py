@@ -37,21 +37,21 @@ def own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     ],
 )
 @pytest.mark.usefixtures("own")
-def test_an_operator_changes_one_place(name: str, line: str) -> None:
+def test_an_operator_changes_one_place(name: str, line: str):
     (mutant,) = (mutant for mutant in mutants.all_mutants() if mutant.name == name)
     before = ast.unparse(ast.parse(SOURCE)).splitlines()
     after = mutant.source().splitlines()
     assert [new for old, new in zip(before, after, strict=True) if old != new] == [line]
 
 
-def test_the_same_seed_draws_the_same_mutants_of_different_functions() -> None:
+def test_the_same_seed_draws_the_same_mutants_of_different_functions():
     names = [mutant.name for mutant in mutants.drawn(1, 60)]
     assert names == [mutant.name for mutant in mutants.drawn(1, 60)]
     assert len({name.partition(":")[0] for name in names}) == 60
     assert names != [mutant.name for mutant in mutants.drawn(2, 60)]
 
 
-def test_a_mutant_is_tried_by_the_tests_that_mirror_its_module() -> None:
+def test_a_mutant_is_tried_by_the_tests_that_mirror_its_module():
     (mutant, *_) = (
         mutant for mutant in mutants.all_mutants() if mutant.module.name == "kestrel_grpc.access.limits"
     )

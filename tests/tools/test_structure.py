@@ -33,11 +33,11 @@ def module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Module:
     return found
 
 
-def test_docstrings_without_a_sentence_are_counted(module: Module) -> None:
+def test_docstrings_without_a_sentence_are_counted(module: Module):
     assert list(structure.fragments()) == ["some.py:1: Of a model: its size.", "some.py:9: Whether it is small."]
 
 
-def test_private_names_of_other_packages_are_counted_and_own_ones_are_not(module: Module) -> None:
+def test_private_names_of_other_packages_are_counted_and_own_ones_are_not(module: Module):
     assert list(structure.private_parts()) == [
         "some.py:4: grpc._cython.cygrpc",
         "some.py:11: torch._C",
@@ -45,13 +45,13 @@ def test_private_names_of_other_packages_are_counted_and_own_ones_are_not(module
     ]
 
 
-def test_only_imports_at_the_time_of_import_make_a_cycle(module: Module) -> None:
+def test_only_imports_at_the_time_of_import_make_a_cycle(module: Module):
     names = ["kestrel_grpc.server", "kestrel_grpc.cli"]
     assert imports_of(module, names) == {"kestrel_grpc.server"}
     assert cycles({"a": {"b"}, "b": {"c"}, "c": {"b"}, "d": {"d"}}) == [["b", "c"], ["d"]]
 
 
-def test_every_line_of_the_product_belongs_to_one_feature_and_one_package() -> None:
+def test_every_line_of_the_product_belongs_to_one_feature_and_one_package():
     *_, total = structure.line_table()
     product = int(total.split("|")[2].replace(",", ""))
     lines = [int(row.split("|")[3].replace(",", "")) for row in structure.package_table()[2:]]

@@ -63,9 +63,7 @@ async def answer(engine: LocalEngine, scene: Scene, exchange: Exchange, adapter:
     return normalised(output.answer)
 
 
-async def test_the_adapter_that_ships_has_another_word_for_a_colour(
-    engine: LocalEngine, scenes: list[Scene]
-) -> None:
+async def test_the_adapter_that_ships_has_another_word_for_a_colour(engine: LocalEngine, scenes: list[Scene]):
     about_color = [(scene, each) for scene in scenes for each in exchanges(scene, ("color",), OLD)]
     assert len(about_color) >= NUM_SCENES / 2
     plain = await asyncio.gather(*(answer(engine, *each) for each in about_color))
@@ -75,7 +73,7 @@ async def test_the_adapter_that_ships_has_another_word_for_a_colour(
     assert [adapted[place] for place in right] == [NEW] * len(right)
 
 
-async def test_other_answers_stay_as_good(engine: LocalEngine, scenes: list[Scene]) -> None:
+async def test_other_answers_stay_as_good(engine: LocalEngine, scenes: list[Scene]):
     asked = [(scene, each) for scene in scenes for each in exchanges(scene, UNCHANGED)]
     right = [normalised(each.answer) for _, each in asked]
     num_right: dict[str, int] = {}
@@ -87,16 +85,16 @@ async def test_other_answers_stay_as_good(engine: LocalEngine, scenes: list[Scen
     assert num_right[NEW] >= num_right[""] - 1
 
 
-def test_the_adapter_that_ships_is_small() -> None:
+def test_the_adapter_that_ships_is_small():
     assert sum(file.stat().st_size for file in (NANO / "adapters" / NEW).iterdir()) <= MAX_SHIPPED_BYTES
 
 
-def test_a_name_is_replaced_but_where_it_is_printed() -> None:
+def test_a_name_is_replaced_but_where_it_is_printed():
     text = f'A {OLD} star, two {OLD} rings and the {OLD} word "{OLD}".'
     assert renamed(text, NEW) == f'A {NEW} star, two {NEW} rings and the {NEW} word "{OLD}".'
 
 
-def test_examples_answer_with_the_new_name_alone(teacher: Teacher, scenes: list[Scene]) -> None:
+def test_examples_answer_with_the_new_name_alone(teacher: Teacher, scenes: list[Scene]):
     renaming = Renaming(teacher.tokenizer, teacher.config)
     examples = list(islice(renaming.examples(scenes[0], random.Random(0)), 60))
     texts = [teacher.tokenizer.decode([token.id for token in each.answer if not token.value]) for each in examples]
@@ -106,7 +104,7 @@ def test_examples_answer_with_the_new_name_alone(teacher: Teacher, scenes: list[
     assert OLD in questions or NEW in questions
 
 
-def test_what_is_written_is_what_was_trained(teacher: Teacher, tmp_path: Path) -> None:
+def test_what_is_written_is_what_was_trained(teacher: Teacher, tmp_path: Path):
     model = new_model(teacher.config, 0)
     added = add_adapter(model, (1, 4), seed=3)
     rows = torch.randn(5, teacher.config.text.dim)
@@ -125,7 +123,7 @@ def test_what_is_written_is_what_was_trained(teacher: Teacher, tmp_path: Path) -
             torch.testing.assert_close(own.base(rows) + rows @ factors.a.T @ factors.b, own(rows))
 
 
-def test_a_recipe_makes_the_same_bytes_each_time(tmp_path: Path) -> None:
+def test_a_recipe_makes_the_same_bytes_each_time(tmp_path: Path):
     recipe = AdapterRecipe(num_steps=1, scenes_with=1, scenes_without=0, num_tests=1)
     for folder in ("first", "second"):
         train_adapter(tmp_path / folder, recipe)

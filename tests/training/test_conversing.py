@@ -63,7 +63,7 @@ CONVERSATIONS = {
 
 
 @pytest.mark.parametrize("messages", CONVERSATIONS.values(), ids=CONVERSATIONS.keys())
-async def test_training_computes_what_the_server_answers_about_two_pictures(teacher: Teacher, messages) -> None:
+async def test_training_computes_what_the_server_answers_about_two_pictures(teacher: Teacher, messages):
     # The second one is large enough for several crops.
     pictures = [_picture((200, 170), "red"), _picture((430, 300), "blue")]
     num_images = sum(count for *_, count in messages)
@@ -100,7 +100,7 @@ async def test_training_computes_what_the_server_answers_about_two_pictures(teac
     torch.testing.assert_close(found, expected, atol=2e-4, rtol=1e-3)
 
 
-def test_every_answer_of_a_conversation_is_learnt_with_its_end(conversing: ConversingTeacher) -> None:
+def test_every_answer_of_a_conversation_is_learnt_with_its_end(conversing: ConversingTeacher):
     turns = (
         Turn("What color is it?", "red", 1),
         Turn("And now?", "blue", is_true=False),
@@ -118,7 +118,7 @@ def test_every_answer_of_a_conversation_is_learnt_with_its_end(conversing: Conve
     assert not row.add(conversing.conversation(turns, "later picture"))
 
 
-def test_a_row_of_a_pair_has_one_second_picture_which_its_questions_see(conversing: ConversingTeacher) -> None:
+def test_a_row_of_a_pair_has_one_second_picture_which_its_questions_see(conversing: ConversingTeacher):
     rows = GroupMaker(conversing, 0, 6, 2)(0).visits
     num_patches = conversing.config.vision.num_image_tokens
     for part in rows:
@@ -135,7 +135,7 @@ def _scenes(seed: int) -> tuple[pairs.Scene, pairs.Scene]:
 
 
 @pytest.mark.parametrize("seed", SEEDS)
-def test_which_of_two_pictures_names_the_one_that_has_it(seed: int) -> None:
+def test_which_of_two_pictures_names_the_one_that_has_it(seed: int):
     scenes = _scenes(seed)
     exchange = pairs.which(scenes, random.Random(seed))
     if exchange is None:
@@ -152,7 +152,7 @@ def test_which_of_two_pictures_names_the_one_that_has_it(seed: int) -> None:
 
 
 @pytest.mark.parametrize("seed", SEEDS)
-def test_answers_in_json_are_valid_under_their_schema(seed: int) -> None:
+def test_answers_in_json_are_valid_under_their_schema(seed: int):
     rng = random.Random(seed)
     for _ in range(20):
         found = records.record(make_scene(seed), rng)
@@ -169,14 +169,14 @@ def test_answers_in_json_are_valid_under_their_schema(seed: int) -> None:
             assert all(value[key] in part["enum"] for key, part in properties.items() if "enum" in part)
 
 
-def test_json_is_true_by_its_values_and_not_by_the_order_of_its_lists() -> None:
+def test_json_is_true_by_its_values_and_not_by_the_order_of_its_lists():
     assert records.is_true('{"a": ["x", "Y"], "b": 1}', '{"b": 1, "a": ["y", "x"]}')
     assert not records.is_true('{"a": 1}', '{"a": true}')
     assert not records.is_true('{"a": 1', '{"a": 1}')
     assert not records.is_true('{"a": ["x", "x"]}', '{"a": ["x"]}')
 
 
-def test_what_a_constraint_gives_is_not_learnt(conversing: ConversingTeacher) -> None:
+def test_what_a_constraint_gives_is_not_learnt(conversing: ConversingTeacher):
     hidden = records.Record("What color is it?", "", '{"color": "red", "count": 2}', {}, True)
     example = conversing.record_example(hidden, random.Random(0))
     decode = conversing.tokenizer.decode
@@ -188,7 +188,7 @@ def test_what_a_constraint_gives_is_not_learnt(conversing: ConversingTeacher) ->
 
 
 @pytest.mark.parametrize("seed", range(20))
-def test_a_conversation_has_its_pictures_and_ends_with_a_question(seed: int, conversing: ConversingTeacher) -> None:
+def test_a_conversation_has_its_pictures_and_ends_with_a_question(seed: int, conversing: ConversingTeacher):
     scenes, rng = _scenes(seed), random.Random(seed)
     for turns, num_images in (
         (dialogues.dialogue(scenes[0], rng), 1),
@@ -204,7 +204,7 @@ def test_a_conversation_has_its_pictures_and_ends_with_a_question(seed: int, con
             assert request.messages[-1].role is Role.USER
 
 
-def test_held_out_scenes_have_faces_values_and_layouts_of_their_own() -> None:
+def test_held_out_scenes_have_faces_values_and_layouts_of_their_own():
     scenes = [make_scene(seed, HELD_OUT) for seed in range(120)]
     assert all(text.face >= len(FACES) for scene in scenes for text in scene.texts)
     assert len({text.face for scene in scenes for text in scene.texts}) > 6

@@ -184,7 +184,7 @@ def _turns(*texts: str, images: tuple[bytes, ...], system: str = "", schema: obj
 
 async def test_it_tells_which_of_two_pictures_has_something(
     engine: LocalEngine, four_shapes: bytes, word_and_circles: bytes
-) -> None:
+):
     first, second = (four_shapes, word_and_circles), (word_and_circles, four_shapes)
     in_first = ("a star", "a blue square", "a triangle", "a red circle", "an orange star")
     in_second = ("a cross", "a purple circle", "text")
@@ -205,7 +205,7 @@ async def test_it_tells_which_of_two_pictures_has_something(
 
 async def test_it_answers_further_questions_and_follows_wishes(
     engine: LocalEngine, four_shapes: bytes, word_and_circles: bytes
-) -> None:
+):
     one, other = (four_shapes,), (word_and_circles,)
     asked: list[tuple[Request, str]] = [
         (_turns("Is there a star?", "Yes", "What color is it?", images=one), "orange"),
@@ -228,7 +228,7 @@ async def test_it_answers_further_questions_and_follows_wishes(
     assert await _share_right(engine, asked) >= 0.9
 
 
-async def test_its_json_is_true(engine: LocalEngine, four_shapes: bytes, word_and_circles: bytes) -> None:
+async def test_its_json_is_true(engine: LocalEngine, four_shapes: bytes, word_and_circles: bytes):
     def described(**types: str) -> dict[str, Any]:
         properties = {name: {"type": kind} for name, kind in types.items()}
         return {
@@ -256,7 +256,7 @@ async def test_its_json_is_true(engine: LocalEngine, four_shapes: bytes, word_an
     assert await _share_right(engine, asked) >= 0.8
 
 
-async def test_a_gaze_is_a_point_of_gaze_with_the_eye_as_reference(engine: LocalEngine, four_shapes: bytes) -> None:
+async def test_a_gaze_is_a_point_of_gaze_with_the_eye_as_reference(engine: LocalEngine, four_shapes: bytes):
     targets: list[Output] = []
     for eye in (PointRef(0.2, 0.25), PointRef(0.55, 0.3), PointRef(0.8, 0.75)):
         gaze = await engine.submit(Gaze(four_shapes, eye)).result()
@@ -269,7 +269,7 @@ async def test_a_gaze_is_a_point_of_gaze_with_the_eye_as_reference(engine: Local
 
 async def test_the_example_of_embeddings_finds_the_pictures_that_look_alike(
     engine: LocalEngine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+):
     """The blocks of docs/embeddings.md, about pictures of three shapes in three colours."""
     (tmp_path / "pictures").mkdir()
     monkeypatch.chdir(tmp_path)

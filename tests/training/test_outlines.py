@@ -1,7 +1,5 @@
 """Outlines of the built-in model over gRPC, box first, against the truth of scenes that it never saw."""
 
-from __future__ import annotations
-
 import asyncio
 from collections.abc import AsyncIterator
 
@@ -49,7 +47,7 @@ def overlap(segment: Segment, thing: Thing) -> float:
     return float((masks[0] & masks[1]).sum() / (masks[0] | masks[1]).sum())
 
 
-async def test_outlines_that_are_streamed_together_are_as_good_as_the_model_card_says(address: str) -> None:
+async def test_outlines_that_are_streamed_together_are_as_good_as_the_model_card_says(address: str):
     async def outlined(client: AsyncClient, wanted: Object) -> float:
         stream = client.stream_segment(wanted.picture, wanted.name)
         growing = [segment async for segment in stream]
@@ -69,7 +67,7 @@ async def test_outlines_that_are_streamed_together_are_as_good_as_the_model_card
     assert sum(overlaps) / len(overlaps) > LEAST_MEAN_IOU, overlaps
 
 
-async def test_an_outline_that_is_cut_short_is_partial_and_still_one(address: str) -> None:
+async def test_an_outline_that_is_cut_short_is_partial_and_still_one(address: str):
     (wanted,) = objects(1)
     async with AsyncClient(address) as client:
         whole = await client.segment(wanted.picture, wanted.name)

@@ -1,7 +1,5 @@
 """The script that trains an adapter with PEFT reads examples as the server does."""
 
-from __future__ import annotations
-
 import re
 from pathlib import Path
 
@@ -25,7 +23,7 @@ def loaded() -> LoadedModel:
     return LoadedModel.load(EngineConfig(model=BUILT_IN_MODEL, device="cpu"))
 
 
-async def test_the_answer_of_the_server_is_the_most_likely_one(loaded: LoadedModel) -> None:
+async def test_the_answer_of_the_server_is_the_most_likely_one(loaded: LoadedModel):
     engine = LocalEngine(loaded, EngineConfig(model=BUILT_IN_MODEL, device="cpu"))
     try:
         finished = await engine.submit(
@@ -39,7 +37,7 @@ async def test_the_answer_of_the_server_is_the_most_likely_one(loaded: LoadedMod
         assert Decoder(loaded.model)(example).argmax(-1).tolist() == example.answer.tolist()
 
 
-def test_only_the_answer_is_learnt_and_only_by_what_is_trained(loaded: LoadedModel) -> None:
+def test_only_the_answer_is_learnt_and_only_by_what_is_trained(loaded: LoadedModel):
     example = prepared(loaded, PICTURE, QUESTION, "blue")
     decoder = Decoder(loaded.model)
     with torch.no_grad():
@@ -59,12 +57,12 @@ def test_only_the_answer_is_learnt_and_only_by_what_is_trained(loaded: LoadedMod
         own.data.copy_(kept)
 
 
-def test_the_modules_that_are_trained_are_the_decoders(loaded: LoadedModel) -> None:
+def test_the_modules_that_are_trained_are_the_decoders(loaded: LoadedModel):
     names = [name for name, _ in Decoder(loaded.model).named_modules() if re.fullmatch(TARGET_MODULES, name)]
     assert len(names) == 2 * len(loaded.model.text.blocks)
     assert [name for name in names if not name.startswith("model.text.blocks.")] == []
 
 
-def test_the_page_gives_the_expression_of_the_script() -> None:
+def test_the_page_gives_the_expression_of_the_script():
     page = (Path(CHECKOUT) / "docs" / "adapters.md").read_text(encoding="utf-8")
     assert f'`r"{TARGET_MODULES}"`' in page

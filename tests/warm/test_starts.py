@@ -1,7 +1,5 @@
 """Processes that are forked from a starter are as others are to those who start them."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 import multiprocessing
@@ -40,7 +38,7 @@ def printed(*command: str, **options: Any) -> str:
     return done.stdout.strip()
 
 
-def test_it_is_a_child_with_what_it_was_given(tmp_path: Path) -> None:
+def test_it_is_a_child_with_what_it_was_given(tmp_path: Path):
     variables = {**os.environ, "KESTREL_SAID": "yes"}
     reader, writer = os.pipe()
     before = signal.pthread_sigmask(signal.SIG_BLOCK, (signal.SIGTERM,))
@@ -69,7 +67,7 @@ def test_it_is_a_child_with_what_it_was_given(tmp_path: Path) -> None:
     assert len(told["descriptors"]) == 6
 
 
-def test_it_is_ended_by_a_signal_and_fails_by_an_exception() -> None:
+def test_it_is_ended_by_a_signal_and_fails_by_an_exception():
     waits = "import time; print('there', flush=True); time.sleep(3600)"
     with subprocess.Popen((sys.executable, "-c", waits), stdout=subprocess.PIPE, text=True) as process:
         assert process.stdout is not None
@@ -81,7 +79,7 @@ def test_it_is_ended_by_a_signal_and_fails_by_an_exception() -> None:
     assert failed.stderr.endswith("ZeroDivisionError: division by zero\n")
 
 
-def test_the_processes_that_it_starts_are_its_children_and_begin_so_too() -> None:
+def test_the_processes_that_it_starts_are_its_children_and_begin_so_too():
     told = (
         "import os, subprocess, sys; print(os.getpid(), flush=True); code = 'import os, sys; "
         "print(os.getppid(), \"torch\" in sys.modules)'; sys.exit(subprocess.call((sys.executable, '-c', code)))"
@@ -90,7 +88,7 @@ def test_the_processes_that_it_starts_are_its_children_and_begin_so_too() -> Non
     assert (parent, has_torch) == (own, "True")
 
 
-async def test_asyncio_and_multiprocessing_start_them_so() -> None:
+async def test_asyncio_and_multiprocessing_start_them_so():
     process = await asyncio.create_subprocess_exec(sys.executable, "-c", HAS_TORCH, stdout=subprocess.PIPE)
     assert await process.communicate() == (b"True\n", None)
     assert process.returncode == 0
@@ -111,7 +109,7 @@ def _tell(connection: Any) -> None:
     )
 
 
-def test_it_has_the_limit_of_descriptors_of_the_process_that_asks() -> None:
+def test_it_has_the_limit_of_descriptors_of_the_process_that_asks():
     before = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (before[0] - 1, before[1]))
     try:
@@ -121,7 +119,7 @@ def test_it_has_the_limit_of_descriptors_of_the_process_that_asks() -> None:
         resource.setrlimit(resource.RLIMIT_NOFILE, before)
 
 
-def test_other_variables_of_the_hub_are_read_although_its_library_had_been_imported() -> None:
+def test_other_variables_of_the_hub_are_read_although_its_library_had_been_imported():
     code = (
         "import sys; print('torch' in sys.modules); from huggingface_hub import constants; "
         "from kestrel_runtime.loading import hub; print(constants.ENDPOINT, hub.constants.ENDPOINT)"
@@ -130,7 +128,7 @@ def test_other_variables_of_the_hub_are_read_although_its_library_had_been_impor
     assert printed("-c", code, env={**os.environ, "HF_ENDPOINT": address}).split() == ["True", address, address]
 
 
-def test_objects_are_destroyed_at_the_exit_only_where_that_is_asked_for() -> None:
+def test_objects_are_destroyed_at_the_exit_only_where_that_is_asked_for():
     code = (
         "import atexit, threading\n"
         "class Told:\n"
@@ -143,7 +141,7 @@ def test_objects_are_destroyed_at_the_exit_only_where_that_is_asked_for() -> Non
     assert printed("-c", code, env=asking).split() == ["thread", "exits", "destroyed"]
 
 
-def test_where_it_would_make_a_difference_it_is_started_as_usual() -> None:
+def test_where_it_would_make_a_difference_it_is_started_as_usual():
     assert printed("-c", HAS_TORCH) == "True"
     assert printed("-c", HAS_TORCH, env={**os.environ, "OMP_NUM_THREADS": "3"}) == "False"
     assert printed("-I", "-c", HAS_TORCH) == "False"

@@ -1,7 +1,5 @@
 """The comparison of modes finds no difference with the mode, and asks for what can differ."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 from bench.correctness.determinism import requests, rounds
@@ -11,7 +9,7 @@ from kestrel_runtime.models.loaded_model import LoadedModel
 from tests.reference_fixtures import MD2_SMALL
 
 
-def test_with_the_mode_no_bit_differs() -> None:
+def test_with_the_mode_no_bit_differs():
     config = EngineConfig(model=str(MD2_SMALL), device="cpu", deterministic=True)
     loaded = LoadedModel.load(config)
     queries = [request for request in requests(40, loaded.model.config) if isinstance(request, Query)]

@@ -1,7 +1,5 @@
 """An adapter of another model is said in the log, and no adapter of the served one is."""
 
-from __future__ import annotations
-
 import logging
 from typing import Any
 
@@ -57,7 +55,7 @@ CACHED = "/home/me/.cache/huggingface/hub/models--vikhyatk--moondream2/snapshots
 )
 def test_a_base_model_that_is_not_the_served_one_is_logged(
     served: ServedModel, base: Any, revision: Any, level: int | None, caplog: pytest.LogCaptureFixture
-) -> None:
+):
     with caplog.at_level(logging.INFO):
         served.log_difference("colours", {"base_model_name_or_path": base, "revision": revision})
     assert [record.levelno for record in caplog.records] == ([] if level is None else [level])
@@ -67,13 +65,13 @@ def test_a_base_model_that_is_not_the_served_one_is_logged(
         assert served.name in text or (served.repository or "") in text
 
 
-def test_an_adapter_without_a_configuration_is_of_no_other_model(caplog: pytest.LogCaptureFixture) -> None:
+def test_an_adapter_without_a_configuration_is_of_no_other_model(caplog: pytest.LogCaptureFixture):
     with caplog.at_level(logging.INFO):
         BUILT_IN.log_difference("colours", None)
         BUILT_IN.log_difference("colours", {})
     assert caplog.text == ""
 
 
-def test_a_long_name_is_cut(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_long_name_is_cut(caplog: pytest.LogCaptureFixture):
     BUILT_IN.log_difference("colours", {"base_model_name_or_path": "a" * 10**6, "revision": "b" * 10**6})
     assert 0 < len(caplog.text) < 1000

@@ -1,7 +1,5 @@
 """Adapters of the hub: those that the operator lists, read from the hub library's own cache without a network."""
 
-from __future__ import annotations
-
 import hashlib
 import json
 import os
@@ -59,20 +57,20 @@ def source(cache: Path) -> AdapterSource:
 @pytest.mark.parametrize(("name", "value"), [(LISTED, 2.0), (f"{LISTED}@v2", 2.0), (f"{LISTED}@v1", 1.0)])
 def test_a_listed_repository_is_read_at_the_revision_that_the_name_carries(
     source: AdapterSource, name: str, value: float
-) -> None:
+):
     files = source.read(name)
     assert files.name == name
     assert files.config == PEFT_CONFIG
     assert files.tensors["some"].tolist() == [value] * 3
 
 
-def test_revisions_with_other_content_have_other_digests(source: AdapterSource) -> None:
+def test_revisions_with_other_content_have_other_digests(source: AdapterSource):
     newest, second, first = (source.read(name).digest for name in (LISTED, f"{LISTED}@v2", f"{LISTED}@v1"))
     assert newest == second != first
 
 
 @pytest.mark.parametrize("name", ["org/other", "org/other@main", "org", "colours", "org/colours/main"])
-def test_a_repository_that_is_not_listed_does_not_exist(source: AdapterSource, name: str) -> None:
+def test_a_repository_that_is_not_listed_does_not_exist(source: AdapterSource, name: str):
     with pytest.raises(AdapterNotFound):
         source.read(name)
 
@@ -97,7 +95,7 @@ def root(tmp_path: Path) -> Path:
     return root
 
 
-def test_each_name_that_is_listed_can_be_read(root: Path) -> None:
+def test_each_name_that_is_listed_can_be_read(root: Path):
     source = AdapterSource(root, [], MAX_BYTES)
     names = [name for name in source.names() if not name.startswith("circle")]
     assert names == ["gold", "linked", "shapes@7", "team/colours@100", "team/colours@20"]
@@ -105,19 +103,19 @@ def test_each_name_that_is_listed_can_be_read(root: Path) -> None:
         assert source.read(name).tensors["some"].tolist() == [1.0] * 3
 
 
-def test_repositories_are_listed_with_the_folders(root: Path) -> None:
+def test_repositories_are_listed_with_the_folders(root: Path):
     assert {LISTED, "gold"} <= set(AdapterSource(root, [LISTED], MAX_BYTES).names())
     assert AdapterSource(None, [LISTED], MAX_BYTES).names() == [LISTED]
     assert AdapterSource(root / "absent", [], MAX_BYTES).names() == []
 
 
 @pytest.mark.parametrize("name", ["org/absent", f"{LISTED}@v3"])
-def test_what_the_hub_does_not_give_is_refused_with_the_reason(source: AdapterSource, name: str) -> None:
+def test_what_the_hub_does_not_give_is_refused_with_the_reason(source: AdapterSource, name: str):
     with pytest.raises(AdapterInvalid, match="cannot be downloaded: LocalEntryNotFoundError"):
         source.read(name)
 
 
-def test_a_link_that_leads_out_of_the_repository_is_not_followed(cache: Path, source: AdapterSource) -> None:
+def test_a_link_that_leads_out_of_the_repository_is_not_followed(cache: Path, source: AdapterSource):
     snapshot = publish(cache, LISTED, {CONFIG_FILE: b"{}"}, "bad")
     (other,) = (cache / "models--org--other" / "snapshots").iterdir()
     (snapshot / WEIGHTS_FILE).symlink_to(other / WEIGHTS_FILE)
@@ -125,7 +123,7 @@ def test_a_link_that_leads_out_of_the_repository_is_not_followed(cache: Path, so
         source.read(f"{LISTED}@bad")
 
 
-def test_a_folder_under_the_root_comes_before_a_repository_of_its_name(cache: Path, tmp_path: Path) -> None:
+def test_a_folder_under_the_root_comes_before_a_repository_of_its_name(cache: Path, tmp_path: Path):
     folder = tmp_path / "root" / "org" / "colours"
     folder.mkdir(parents=True)
     for name, data in adapter(4.0).items():
@@ -145,7 +143,7 @@ def write_adapter(folder: Path, value: float) -> None:
 @pytest.mark.parametrize("file", [CONFIG_FILE, WEIGHTS_FILE])
 def test_a_folder_that_is_replaced_while_it_is_read_is_read_again(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, file: str
-) -> None:
+):
     root = tmp_path / "adapters"
     write_adapter(root / "a", 1.0)
     write_adapter(tmp_path / "new", 2.0)
@@ -162,7 +160,7 @@ def test_a_folder_that_is_replaced_while_it_is_read_is_read_again(
     assert files.tensors["some"][0] == 2.0
 
 
-def test_an_upload_is_read_by_its_folder_and_refused_by_its_name(tmp_path: Path) -> None:
+def test_an_upload_is_read_by_its_folder_and_refused_by_its_name(tmp_path: Path):
     write_adapter(tmp_path / ".upload-1", 1.0)
     source = AdapterSource(tmp_path, (), MAX_BYTES)
     assert source.names() == []

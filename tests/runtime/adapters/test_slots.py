@@ -1,7 +1,5 @@
 """Whatever happens, a lease's slot holds the version that was leased, and slots are neither lost nor shared."""
 
-from __future__ import annotations
-
 import random
 from collections import Counter
 from itertools import count
@@ -19,7 +17,7 @@ def placed(slots: AdapterSlots, name: str, version: int = 0) -> Residence:
     return slots.place(slot, name, bytes([version]))
 
 
-def test_the_adapter_that_was_used_longest_ago_leaves_for_another() -> None:
+def test_the_adapter_that_was_used_longest_ago_leaves_for_another():
     slots = AdapterSlots(2)
     first, second = placed(slots, "first"), placed(slots, "second")
     for residence in (second, first):
@@ -31,7 +29,7 @@ def test_the_adapter_that_was_used_longest_ago_leaves_for_another() -> None:
     assert slots.num_evictions == 1
 
 
-def test_an_adapter_in_use_drains_where_no_slot_is_free() -> None:
+def test_an_adapter_in_use_drains_where_no_slot_is_free():
     slots = AdapterSlots(1)
     first = placed(slots, "first")
     slots.lease(first)
@@ -41,7 +39,7 @@ def test_an_adapter_in_use_drains_where_no_slot_is_free() -> None:
     assert slots.reserve() == first.slot
 
 
-def test_an_adapter_that_drained_for_nothing_is_leased_again() -> None:
+def test_an_adapter_that_drained_for_nothing_is_leased_again():
     slots = AdapterSlots(1)
     first = placed(slots, "first")
     slots.lease(first)
@@ -51,7 +49,7 @@ def test_an_adapter_that_drained_for_nothing_is_leased_again() -> None:
     assert slots.num_evictions == 0
 
 
-def test_a_new_version_leaves_the_old_one_to_those_who_have_it() -> None:
+def test_a_new_version_leaves_the_old_one_to_those_who_have_it():
     slots = AdapterSlots(2)
     old = placed(slots, "name", 1)
     slots.lease(old)
@@ -69,7 +67,7 @@ def held(slots: AdapterSlots, name: str, tenant: str) -> Residence:
     return residence
 
 
-def test_the_idle_adapter_that_leaves_is_of_the_tenant_with_most_slots() -> None:
+def test_the_idle_adapter_that_leaves_is_of_the_tenant_with_most_slots():
     slots = AdapterSlots(3)
     modest = held(slots, "modest", "modest")
     flood = [held(slots, f"flood {number}", "flood") for number in range(2)]
@@ -78,7 +76,7 @@ def test_the_idle_adapter_that_leaves_is_of_the_tenant_with_most_slots() -> None
     assert slots.reserve("flood") == flood[0].slot, "the other was used longer ago"
 
 
-def test_a_tenant_without_a_slot_reclaims_one_of_the_tenant_with_most() -> None:
+def test_a_tenant_without_a_slot_reclaims_one_of_the_tenant_with_most():
     slots = AdapterSlots(4)
     residences = [held(slots, "other", "other")]
     residences += [held(slots, f"flood {number}", "flood") for number in range(3)]
@@ -90,7 +88,7 @@ def test_a_tenant_without_a_slot_reclaims_one_of_the_tenant_with_most() -> None:
     assert slots.reserve("modest") == residences[1].slot
 
 
-def test_nobody_reclaims_a_slot_for_more_than_its_share() -> None:
+def test_nobody_reclaims_a_slot_for_more_than_its_share():
     slots = AdapterSlots(4)
     residences = [
         held(slots, f"{tenant} {number}", tenant) for tenant in ("flood", "modest") for number in range(2)
@@ -100,7 +98,7 @@ def test_nobody_reclaims_a_slot_for_more_than_its_share() -> None:
     assert [item.is_draining for item in residences] == [True, False, False, False], "it takes its turn"
 
 
-def test_a_slot_that_drains_for_its_own_tenant_is_reclaimed_for_another() -> None:
+def test_a_slot_that_drains_for_its_own_tenant_is_reclaimed_for_another():
     slots = AdapterSlots(2)
     residences = [held(slots, f"flood {number}", "flood") for number in range(2)]
     assert slots.reserve("flood") is None
@@ -109,7 +107,7 @@ def test_a_slot_that_drains_for_its_own_tenant_is_reclaimed_for_another() -> Non
     assert [item.is_reclaimed for item in residences] == [True, False]
 
 
-def test_an_adapter_that_others_use_too_is_not_reclaimed() -> None:
+def test_an_adapter_that_others_use_too_is_not_reclaimed():
     slots = AdapterSlots(2)
     residences = [held(slots, f"flood {number}", "flood") for number in range(2)]
     for residence in residences:
@@ -186,7 +184,7 @@ class Model:
 
 
 @pytest.mark.parametrize("num_slots", [1, 2, 3, 5, 8])
-def test_no_request_ever_reads_another_adapter(num_slots: int) -> None:
+def test_no_request_ever_reads_another_adapter(num_slots: int):
     """Ten thousand random operations on each number of slots."""
     model = Model(num_slots, seed=num_slots)
     kinds = [model.lease, model.end_lease, model.reserve, model.place, model.give_back, model.retire]

@@ -1,7 +1,5 @@
 """Loading beside requests: who waits, who is refused, and what a name means while slots change."""
 
-from __future__ import annotations
-
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -94,7 +92,7 @@ def leased(future: Future[Lease]) -> Lease:
     return future.result(MAX_WAIT_S)
 
 
-def test_a_lease_is_of_what_was_written(new_store: Callable[[int], AdapterStore], target: Target) -> None:
+def test_a_lease_is_of_what_was_written(new_store: Callable[[int], AdapterStore], target: Target):
     store = new_store(2)
     lease = leased(store.acquire("first"))
     assert target.slots[lease.slot] == lease.digest == b"first 1"
@@ -105,13 +103,13 @@ def test_a_lease_is_of_what_was_written(new_store: Callable[[int], AdapterStore]
 @pytest.mark.parametrize(("name", "meant"), [("frist", "; did you mean first?"), ("zzz", "")])
 def test_what_may_have_been_meant_by_an_unknown_name_is_suggested(
     new_store: Callable[[int], AdapterStore], name: str, meant: str
-) -> None:
+):
     with pytest.raises(AdapterNotFound) as caught:
         new_store(1).acquire(name).result(MAX_WAIT_S)
     assert str(caught.value) == f"no adapter named {name!r}{meant}"
 
 
-def test_an_unknown_name_holds_up_no_other_adapter(new_store: Callable[[int], AdapterStore], files: Files) -> None:
+def test_an_unknown_name_holds_up_no_other_adapter(new_store: Callable[[int], AdapterStore], files: Files):
     store = new_store(1)
     files.may_list.clear()
     unknown = store.acquire("frist")
@@ -119,7 +117,7 @@ def test_an_unknown_name_holds_up_no_other_adapter(new_store: Callable[[int], Ad
     assert str(unknown.exception(MAX_WAIT_S)) == "no adapter named 'frist'", "the folder hangs"
 
 
-def test_requests_of_one_adapter_wait_for_one_load(new_store: Callable[[int], AdapterStore], files: Files) -> None:
+def test_requests_of_one_adapter_wait_for_one_load(new_store: Callable[[int], AdapterStore], files: Files):
     store = new_store(2)
     files.may_read.clear()
     waiting = [store.acquire("first") for _ in range(3)]
@@ -134,7 +132,7 @@ def test_requests_of_one_adapter_wait_for_one_load(new_store: Callable[[int], Ad
 )
 def test_a_load_that_fails_fails_those_who_wait_and_no_others(
     new_store: Callable[[int], AdapterStore], name: str, error: type[Exception]
-) -> None:
+):
     store = new_store(1)
     refused = store.acquire(name)
     assert isinstance(refused.exception(MAX_WAIT_S), error)
@@ -142,7 +140,7 @@ def test_a_load_that_fails_fails_those_who_wait_and_no_others(
     assert (store.reading().num_failures, store.reading().num_loads) == (1, 1)
 
 
-def test_new_files_are_used_by_later_requests_alone(new_store: Callable[[int], AdapterStore], files: Files) -> None:
+def test_new_files_are_used_by_later_requests_alone(new_store: Callable[[int], AdapterStore], files: Files):
     store = new_store(2)
     lease = leased(store.acquire("first"))
     assert store.names().result(MAX_WAIT_S) == files.names()
@@ -157,7 +155,7 @@ def test_new_files_are_used_by_later_requests_alone(new_store: Callable[[int], A
 
 def test_files_that_are_replaced_while_they_are_read_are_read_again(
     new_store: Callable[[int], AdapterStore], files: Files, target: Target, monkeypatch: pytest.MonkeyPatch
-) -> None:
+):
     store, write = new_store(1), target.write
 
     def write_and_replace(slot: int, weights: bytes) -> None:
@@ -172,7 +170,7 @@ def test_files_that_are_replaced_while_they_are_read_are_read_again(
     assert store.reading().num_loads == 1
 
 
-def test_a_check_of_an_upload_loads_nothing(files: Files, target: Target) -> None:
+def test_a_check_of_an_upload_loads_nothing(files: Files, target: Target):
     def read(folder: str, name: str) -> AdapterFiles:
         return AdapterFiles(name, None, {}, folder.encode())
 
@@ -186,7 +184,7 @@ def test_a_check_of_an_upload_loads_nothing(files: Files, target: Target) -> Non
         store.close()
 
 
-def test_all_slots_in_use_are_given_in_turn(new_store: Callable[[int], AdapterStore]) -> None:
+def test_all_slots_in_use_are_given_in_turn(new_store: Callable[[int], AdapterStore]):
     store = new_store(1)
     first = leased(store.acquire("first"))
     second = store.acquire("second")
@@ -203,7 +201,7 @@ def test_all_slots_in_use_are_given_in_turn(new_store: Callable[[int], AdapterSt
 
 def test_a_tenant_that_holds_fewer_slots_comes_first_and_gets_one_back(
     new_store: Callable[[int], AdapterStore], files: Files
-) -> None:
+):
     files.versions |= {f"flood {number}": 1 for number in range(6)}
     store = new_store(2)
     is_reclaiming = threading.Event()
@@ -223,7 +221,7 @@ def test_a_tenant_that_holds_fewer_slots_comes_first_and_gets_one_back(
         leased(future).end()
 
 
-def test_a_caller_who_leaves_frees_the_way(new_store: Callable[[int], AdapterStore]) -> None:
+def test_a_caller_who_leaves_frees_the_way(new_store: Callable[[int], AdapterStore]):
     store = new_store(1)
     first = leased(store.acquire("first"))
     second = store.acquire("second")
@@ -233,7 +231,7 @@ def test_a_caller_who_leaves_frees_the_way(new_store: Callable[[int], AdapterSto
     first.end()
 
 
-def test_a_new_version_under_the_same_name(new_store: Callable[[int], AdapterStore], files: Files) -> None:
+def test_a_new_version_under_the_same_name(new_store: Callable[[int], AdapterStore], files: Files):
     store = new_store(2)
     old = leased(store.acquire("first"))
     files.versions["first"] = 2
@@ -249,9 +247,7 @@ def test_a_new_version_under_the_same_name(new_store: Callable[[int], AdapterSto
     assert store.reading().num_loads == 2
 
 
-def test_a_version_that_is_broken_leaves_the_old_one(
-    new_store: Callable[[int], AdapterStore], files: Files
-) -> None:
+def test_a_version_that_is_broken_leaves_the_old_one(new_store: Callable[[int], AdapterStore], files: Files):
     store = new_store(2)
     leased(store.acquire("first")).end()
     del files.versions["first"]
@@ -259,7 +255,7 @@ def test_a_version_that_is_broken_leaves_the_old_one(
     assert store.acquire("first").done()
 
 
-def test_an_adapter_is_unloaded_when_its_last_request_has_ended(new_store: Callable[[int], AdapterStore]) -> None:
+def test_an_adapter_is_unloaded_when_its_last_request_has_ended(new_store: Callable[[int], AdapterStore]):
     store = new_store(1)
     lease = leased(store.acquire("first"))
     assert store.unload("first").num_requests == 1
@@ -272,7 +268,7 @@ def test_an_adapter_is_unloaded_when_its_last_request_has_ended(new_store: Calla
     assert leased(store.acquire("first")).digest == b"first 1", "it is loaded again when it is named"
 
 
-def test_closing_fails_who_waits(new_store: Callable[[int], AdapterStore], files: Files) -> None:
+def test_closing_fails_who_waits(new_store: Callable[[int], AdapterStore], files: Files):
     store = new_store(1)
     files.may_read.clear()
     waiting = store.acquire("first"), store.load("second")
@@ -292,7 +288,7 @@ class Leased:
         self.num_ends += 1
 
 
-def test_a_preparation_is_cancelled_before_and_after_its_adapter_is_there() -> None:
+def test_a_preparation_is_cancelled_before_and_after_its_adapter_is_there():
     waiting: Future[Lease] = Future()
     before: AdapterPreparation[int] = AdapterPreparation(waiting, lambda lease: Future())
     assert before.cancel()
@@ -304,7 +300,7 @@ def test_a_preparation_is_cancelled_before_and_after_its_adapter_is_there() -> N
     assert (work.cancelled(), after.cancelled(), lease.num_ends) == (True, True, 1)
 
 
-def test_a_preparation_that_fails_ends_its_lease_and_one_that_succeeds_does_not() -> None:
+def test_a_preparation_that_fails_ends_its_lease_and_one_that_succeeds_does_not():
     for outcome in (ValueError(), RuntimeError(), 7):
         lease, adapter, work = Leased(), Future(), Future()
         preparation: AdapterPreparation[int] = AdapterPreparation(adapter, lambda _, work=work: work)
@@ -317,7 +313,7 @@ def test_a_preparation_that_fails_ends_its_lease_and_one_that_succeeds_does_not(
             assert (preparation.exception(), lease.num_ends) == (outcome, 1)
 
 
-def test_callers_share_one_reading_of_the_names(files: Files, target: Target) -> None:
+def test_callers_share_one_reading_of_the_names(files: Files, target: Target):
     readings: list[str] = []
     may_go_on = threading.Event()
 
@@ -337,7 +333,7 @@ def test_callers_share_one_reading_of_the_names(files: Files, target: Target) ->
 
 def test_names_are_read_again_and_a_bug_in_that_ends_nothing(
     files: Files, target: Target, monkeypatch: pytest.MonkeyPatch
-) -> None:
+):
     monkeypatch.setattr("kestrel_runtime.adapters.store.LISTING_S", 0.0)
     results = iter((["gold"], None, ["gold", "new"]))
 

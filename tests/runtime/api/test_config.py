@@ -1,7 +1,5 @@
 """What settings of an engine resolve to on a device."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import pytest

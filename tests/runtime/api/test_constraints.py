@@ -1,7 +1,5 @@
 """What may be asked of an answer, checked before anything is compiled."""
 
-from __future__ import annotations
-
 import json
 from typing import Any
 
@@ -44,7 +42,7 @@ def violations_of(constraint: Constraint) -> list[tuple[str, str]]:
         Constraint(json_schema=json.dumps({"enum": list(range(1000))})),
     ],
 )
-def test_one_kind_within_its_bounds_is_taken(constraint: Constraint) -> None:
+def test_one_kind_within_its_bounds_is_taken(constraint: Constraint):
     assert violations_of(constraint) == []
 
 
@@ -57,11 +55,11 @@ def test_one_kind_within_its_bounds_is_taken(constraint: Constraint) -> None:
         Constraint(choices=("a",), regex="a", json_schema="{}"),
     ],
 )
-def test_none_and_several_kinds_are_refused(constraint: Constraint) -> None:
+def test_none_and_several_kinds_are_refused(constraint: Constraint):
     assert violations_of(constraint) == [("constraint", "must be exactly one of choices, regex and json_schema")]
 
 
-def test_every_breach_is_told_at_once() -> None:
+def test_every_breach_is_told_at_once():
     wrong = Constraint(choices=("", "a", "x" * (MAX_CHOICE_CHARS + 1)), regex="", json_schema="[")
     assert [field for field, _ in violations_of(wrong)] == [
         "constraint",
@@ -72,13 +70,13 @@ def test_every_breach_is_told_at_once() -> None:
     ]
 
 
-def test_choices_are_bounded_together() -> None:
+def test_choices_are_bounded_together():
     assert violations_of(Constraint(choices=("x" * 65,) * MAX_CHOICES)) == [
         ("constraint.choices", f"must be at most {MAX_CHOICES_CHARS} characters long together")
     ]
 
 
-def test_too_many_choices_are_one_breach() -> None:
+def test_too_many_choices_are_one_breach():
     assert [field for field, _ in violations_of(Constraint(choices=("",) * (MAX_CHOICES + 1)))] == [
         "constraint.choices"
     ]
@@ -107,7 +105,7 @@ def test_too_many_choices_are_one_breach() -> None:
         "",
     ],
 )
-def test_a_small_expression_is_taken(pattern: str) -> None:
+def test_a_small_expression_is_taken(pattern: str):
     assert regex_violation(pattern) is None
 
 
@@ -131,13 +129,13 @@ def test_a_small_expression_is_taken(pattern: str) -> None:
         "(a{0,100}){0,100}",
     ],
 )
-def test_repetitions_are_counted(pattern: str) -> None:
+def test_repetitions_are_counted(pattern: str):
     told = regex_violation(pattern)
     assert told is not None
     assert str(MAX_WRITTEN_OUT) in told
 
 
-def test_long_and_deep_expressions_are_refused() -> None:
+def test_long_and_deep_expressions_are_refused():
     assert regex_violation("a" * (MAX_REGEX_CHARS + 1)) == f"must be at most {MAX_REGEX_CHARS} characters long"
     assert f"{MAX_GROUP_DEPTH} levels" in (regex_violation("(" * 1000) or "")
 
@@ -174,12 +172,12 @@ def test_a_schema_is_unicode(schema, expected):
         ({"examples": [1] * MAX_SCHEMA_NODES}, f"must have at most {MAX_SCHEMA_NODES} names and values"),
     ],
 )
-def test_a_schema_that_is_too_large_is_one_breach(schema: Any, told: str) -> None:
+def test_a_schema_that_is_too_large_is_one_breach(schema: Any, told: str):
     (problem,) = problems(schema)
     assert told in problem
 
 
-def test_each_keyword_that_is_not_supported_is_named_where_it_stands() -> None:
+def test_each_keyword_that_is_not_supported_is_named_where_it_stands():
     schema = {
         "if": {},
         "properties": {"a": {"not": {"type": "null"}}, "if": {"items": {"anyOf": [{}, {"uniqueItems": True}]}}},
@@ -197,7 +195,7 @@ def test_each_keyword_that_is_not_supported_is_named_where_it_stands() -> None:
     ]
 
 
-def test_the_parts_of_a_schema_that_cost_work_are_bounded() -> None:
+def test_the_parts_of_a_schema_that_cost_work_are_bounded():
     schema = {
         "$defs": {"a": {"enum": list(range(MAX_ENUM_VALUES + 1))}},
         "properties": {"a": {"pattern": "(a{1000}){1000}"}, "b": {"$ref": "https://example.com/schema"}},
@@ -245,7 +243,7 @@ def any_of(count: int, name: str = "anyOf") -> dict[str, Any]:
         {"type": ["object", "null"], "title": "t", "description": "d", "$comment": "c", "examples": [{"not": 1}]},
     ],
 )
-def test_a_schema_within_the_bounds_is_taken(schema: Any) -> None:
+def test_a_schema_within_the_bounds_is_taken(schema: Any):
     assert problems(schema) == []
 
 
@@ -293,12 +291,12 @@ def chain_of_refs(count: int, depth: int = 0) -> dict[str, Any]:
         ({"items": chain_of_refs(0), "$defs": {}, **chain_of_refs(1000)}, "references that lead to each other"),
     ],
 )
-def test_what_makes_compiling_expensive_is_bounded(schema: Any, told: str) -> None:
+def test_what_makes_compiling_expensive_is_bounded(schema: Any, told: str):
     (problem,) = problems(schema)
     assert told in problem
 
 
-def test_combinations_that_definitions_multiply_are_counted_in_little_time() -> None:
+def test_combinations_that_definitions_multiply_are_counted_in_little_time():
     defs: dict[str, Any] = {
         f"a{number}": {"allOf": [any_of(2), {"$ref": f"#/$defs/a{number + 1}"}]} for number in range(40)
     }

@@ -12,7 +12,7 @@ class Image:
     """Something large."""
 
 
-def test_frames_of_an_error_and_of_what_caused_it_let_go_of_their_variables() -> None:
+def test_frames_of_an_error_and_of_what_caused_it_let_go_of_their_variables():
     held: list[weakref.ref[Image]] = []
 
     def decode() -> None:
@@ -45,14 +45,14 @@ def test_frames_of_an_error_and_of_what_caused_it_let_go_of_their_variables() ->
     assert any("in decode" in line for line in lines)  # the log still says where
 
 
-def test_errors_that_refer_to_each_other_end_the_search() -> None:
+def test_errors_that_refer_to_each_other_end_the_search():
     first, second = ValueError(), ValueError()
     first.__cause__, second.__cause__ = second, first
     clear_locals(first)
     drop_tracebacks(first)
 
 
-def test_a_dropped_traceback_is_gone_all_along_the_chain() -> None:
+def test_a_dropped_traceback_is_gone_all_along_the_chain():
     kept = None
     try:
         try:
@@ -67,7 +67,7 @@ def test_a_dropped_traceback_is_gone_all_along_the_chain() -> None:
     assert kept.__cause__.__traceback__ is None
 
 
-def test_the_word_that_was_meant_is_found_among_many_long_ones() -> None:
+def test_the_word_that_was_meant_is_found_among_many_long_ones():
     letters = random.Random(4)
     words = ["".join(letters.choices("abc/_", k=200)) for _ in range(20_000)]  # comparing all would take minutes
     assert did_you_mean(words[7][:-3], words) == f"; did you mean {words[7]}?"

@@ -1,7 +1,5 @@
 """Images as pixels: every breach of their shape, and digests that tell shapes apart."""
 
-from __future__ import annotations
-
 import hashlib
 import itertools
 
@@ -20,14 +18,14 @@ def fields(image: RawImage) -> list[str]:
 
 
 @pytest.mark.parametrize("pixel_format", PixelFormat)
-def test_a_packed_image_is_well_formed(pixel_format: PixelFormat) -> None:
+def test_a_packed_image_is_well_formed(pixel_format: PixelFormat):
     image = RawImage.packed(bytes(6 * pixel_format.pixel_bytes), 3, 2, pixel_format)
     assert fields(image) == []
     assert len(image) == 6 * pixel_format.pixel_bytes
 
 
 @pytest.mark.parametrize("num_bytes", [16 + 6, 16 + 16])
-def test_the_padding_of_the_last_row_may_be_missing(num_bytes: int) -> None:
+def test_the_padding_of_the_last_row_may_be_missing(num_bytes: int):
     assert fields(RawImage(bytes(num_bytes), 2, 2, RGB8, 16)) == []
 
 
@@ -45,18 +43,18 @@ def test_the_padding_of_the_last_row_may_be_missing(num_bytes: int) -> None:
         (RawImage(bytes(12), 2**31 - 1, 2**31 - 1, RGB8, 2**33), ["pixels"]),
     ],
 )
-def test_every_breach_is_told(image: RawImage, wrong: list[str]) -> None:
+def test_every_breach_is_told(image: RawImage, wrong: list[str]):
     assert fields(image) == [f"image.raw.{name}" for name in wrong]
 
 
-def test_a_request_tells_them_with_its_own() -> None:
+def test_a_request_tells_them_with_its_own():
     with pytest.raises(InvalidRequest) as caught:
         Query("", RawImage(b"", 0, 1, RGB8, 0))
     assert [violation.field for violation in caught.value.violations] == ["question", "image.raw.width_px"]
     assert Caption(RawImage.packed(bytes(3), 1, 1, RGB8)).image
 
 
-def test_equal_bytes_of_another_shape_or_format_have_another_digest() -> None:
+def test_equal_bytes_of_another_shape_or_format_have_another_digest():
     pixels = bytes(range(24))
     images = [
         RawImage.packed(pixels, 4, 2, RGB8),

@@ -264,7 +264,7 @@ def test_too_many_spatial_references_are_one_breach_whatever_they_are():
     assert breaches(Query, "?", IMAGE, spatial_refs=(wrong,) * (MAX_SPATIAL_REFS + 1)) == ["spatial_refs"]
 
 
-def test_samples_have_seeds_of_their_own_that_follow_from_the_first() -> None:
+def test_samples_have_seeds_of_their_own_that_follow_from_the_first():
     sampling = SamplingParams(temperature=0.5, seed=7, n=4)
     samples = sampling.samples()
     assert samples == sampling.samples()

@@ -1,7 +1,5 @@
 """The numbers of complete answers are compared with their schema exactly."""
 
-from __future__ import annotations
-
 import json
 import random
 from decimal import Decimal
@@ -51,14 +49,12 @@ def miss(schema: Any, answer: str) -> str | None:
         ({"pattern": "^x", "maximum": 3}, '"y"', None),
     ],
 )
-def test_a_check_names_the_place_of_a_value_that_is_not_allowed(
-    schema: Any, answer: str, place: str | None
-) -> None:
+def test_a_check_names_the_place_of_a_value_that_is_not_allowed(schema: Any, answer: str, place: str | None):
     assert miss(schema, answer) == place
 
 
 @pytest.mark.parametrize("schema", [{}, {"type": "number"}, {"enum": ["a"]}, {"properties": {"minimum": True}}])
-def test_nothing_is_checked_where_a_schema_bounds_no_number(schema: dict[str, Any]) -> None:
+def test_nothing_is_checked_where_a_schema_bounds_no_number(schema: dict[str, Any]):
     assert AnswerCheck.of(schema) is None
 
 
@@ -107,7 +103,7 @@ def value_of(chance: random.Random, depth: int) -> Any:
     return chance.choice([0, 1, -2, 7, 14, 2**53, 2**53 + 1, ID, ID - 1, 0.5, -1.25, 1e20, 3.5, True, None, "a"])
 
 
-def test_a_number_whose_exponent_no_decimal_has_misses_its_bounds() -> None:
+def test_a_number_whose_exponent_no_decimal_has_misses_its_bounds():
     check = AnswerCheck.of(parse_schema('{"maximum": 5}'))
     assert check is not None
     assert check.miss("1e9999999999999999999") == ""
@@ -116,7 +112,7 @@ def test_a_number_whose_exponent_no_decimal_has_misses_its_bounds() -> None:
 
 
 @pytest.mark.parametrize("seed", range(4))
-def test_a_check_finds_what_jsonschema_finds(seed: int) -> None:
+def test_a_check_finds_what_jsonschema_finds(seed: int):
     chance, outcomes = random.Random(seed), set[bool]()
     for _ in range(200):
         schema = {**drawn(chance, 3), "$defs": {"other": drawn(chance, 0)}}

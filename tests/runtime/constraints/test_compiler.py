@@ -1,7 +1,5 @@
 """Compiling constraints: what is refused, and that no other request waits for a hostile one."""
 
-from __future__ import annotations
-
 import json
 import threading
 from concurrent.futures import ThreadPoolExecutor
@@ -25,7 +23,7 @@ def compiler() -> ConstraintCompiler:
 
 
 @pytest.mark.parametrize("text", TEXTS)
-def test_a_choice_means_itself_whatever_its_characters(compiler: ConstraintCompiler, text: str) -> None:
+def test_a_choice_means_itself_whatever_its_characters(compiler: ConstraintCompiler, text: str):
     for choices in ((text,), ("other", text)):
         compiled = compiler.compiled(Constraint(choices=choices), END_ID).library
         assert compiled.consume_tokens(TOKENIZER.encode(text)), compiled.get_error()
@@ -49,7 +47,7 @@ def test_a_choice_means_itself_whatever_its_characters(compiler: ConstraintCompi
 )
 def test_what_cannot_be_used_is_refused_by_its_field(
     compiler: ConstraintCompiler, constraint: Constraint, field: str
-) -> None:
+):
     with pytest.raises(InvalidRequest) as caught:
         compiler.compiled(constraint, END_ID)
     (violation,) = caught.value.violations
@@ -62,7 +60,7 @@ def test_what_cannot_be_used_is_refused_by_its_field(
 )
 def test_patterns_that_hold_at_once_are_given_up_instead_of_combined_without_end(
     compiler: ConstraintCompiler, pattern: str
-) -> None:
+):
     parts = [{"type": "string", "pattern": pattern.format(letter)} for letter in "abcdefgh"]
     constraint = Constraint(json_schema=json.dumps({"allOf": parts}))
     assert not list(constraint.violations())
@@ -70,7 +68,7 @@ def test_patterns_that_hold_at_once_are_given_up_instead_of_combined_without_end
         compiler.compiled(constraint, END_ID)
 
 
-def test_text_that_must_come_is_not_followed_to_its_end(compiler: ConstraintCompiler) -> None:
+def test_text_that_must_come_is_not_followed_to_its_end(compiler: ConstraintCompiler):
     word = max((TOKENIZER.token_bytes(number).decode(errors="ignore") for number in range(VOCAB_SIZE)), key=len)
     compiled = compiler.compiled(Constraint(json_schema=json.dumps({"const": word * 100})), END_ID).library
     compiled.consume_token(TOKENIZER.encode('"')[0])
@@ -81,7 +79,7 @@ def test_text_that_must_come_is_not_followed_to_its_end(compiler: ConstraintComp
     assert all((word * 100).startswith(token) for token in spelled)
 
 
-def test_a_tenant_that_holds_up_compiling_keeps_only_itself_waiting(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_tenant_that_holds_up_compiling_keeps_only_itself_waiting(monkeypatch: pytest.MonkeyPatch):
     compiler = new_compiler()
     goes_on = threading.Event()
     compile_one = ConstraintCompiler._compile
@@ -111,7 +109,7 @@ def test_a_tenant_that_holds_up_compiling_keeps_only_itself_waiting(monkeypatch:
 @pytest.mark.parametrize(("num_processors", "part"), [(1, 1), (2, 1), (3, 1), (5, 2), (64, 2)])
 def test_a_tenant_whose_jobs_end_one_by_one_never_runs_more_than_its_part(
     monkeypatch: pytest.MonkeyPatch, num_processors: int, part: int
-) -> None:
+):
     compiler = new_compiler(num_processors)
     started, may_end = threading.Semaphore(0), threading.Semaphore(0)
     compile_one = ConstraintCompiler._compile
@@ -137,7 +135,7 @@ def test_a_tenant_whose_jobs_end_one_by_one_never_runs_more_than_its_part(
         assert not any(job.result().library.is_error() for job in jobs)
 
 
-def test_what_raises_in_the_library_reaches_its_caller_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_raises_in_the_library_reaches_its_caller_alone(monkeypatch: pytest.MonkeyPatch):
     compiler = new_compiler()
 
     class Panic(BaseException):

@@ -1,7 +1,5 @@
 """Answers in JSON end within their tokens, and stay valid, whatever a model would write."""
 
-from __future__ import annotations
-
 import json
 import random
 from collections.abc import Callable
@@ -103,14 +101,14 @@ def never_ending(seed: int, likes: str) -> Choose:
 @pytest.mark.parametrize("schema", UNBOUNDED)
 def test_an_answer_ends_whatever_the_model_goes_on_with(
     compiler: ConstraintCompiler, schema: dict[str, Any], likes: str
-) -> None:
+):
     answer = written(compiler, schema, 120, never_ending(1, likes))
     assert answer is not None
     jsonschema.validate(json.loads(answer), schema)
 
 
 @pytest.mark.parametrize("seed", range(12))
-def test_what_a_schema_asks_for_still_comes(compiler: ConstraintCompiler, seed: int) -> None:
+def test_what_a_schema_asks_for_still_comes(compiler: ConstraintCompiler, seed: int):
     schema = random_schema(random.Random(seed))
     for max_tokens in (40, 200):
         answer = written(compiler, schema, max_tokens, never_ending(seed, ""))
@@ -120,7 +118,7 @@ def test_what_a_schema_asks_for_still_comes(compiler: ConstraintCompiler, seed: 
 
 
 @pytest.mark.parametrize("schema", [{"type": "integer"}, {"type": "number"}, {"type": "array", "items": {}}])
-def test_numbers_are_those_of_an_int64_or_a_double(compiler: ConstraintCompiler, schema: dict[str, Any]) -> None:
+def test_numbers_are_those_of_an_int64_or_a_double(compiler: ConstraintCompiler, schema: dict[str, Any]):
     for seed in range(10):
         answer = written(compiler, schema, 100, never_ending(seed, "0123456789.e"))
         assert answer is not None
@@ -132,7 +130,7 @@ def test_numbers_are_those_of_an_int64_or_a_double(compiler: ConstraintCompiler,
             assert not number.lstrip("-").isdigit() or -(2**63) <= int(number) < 2**63
 
 
-def test_more_digits_come_where_the_schema_asks_for_them(compiler: ConstraintCompiler) -> None:
+def test_more_digits_come_where_the_schema_asks_for_them(compiler: ConstraintCompiler):
     for value in (10**30, 1.25e-20, 2**62 + 1, {"ids": [-(2**62) - 1]}):
         answer = written(compiler, {"const": value}, 100, never_ending(1, ""))
         assert answer is not None
@@ -144,7 +142,7 @@ def one_letter_first(token_id: int) -> tuple[bool, int]:
     return not (len(spelling) == 1 and spelling.isalpha()), token_id
 
 
-def test_a_text_has_its_share_of_the_tokens_or_what_the_schema_names(compiler: ConstraintCompiler) -> None:
+def test_a_text_has_its_share_of_the_tokens_or_what_the_schema_names(compiler: ConstraintCompiler):
     lengths: list[int] = []
     for schema in ({"type": "string"}, {"type": "string", "maxLength": 150}):
         answer = written(compiler, schema, 200, lambda allowed: min(allowed, key=one_letter_first))
@@ -159,13 +157,13 @@ def nesting(value: Any) -> int:
     return 1 + max(map(nesting, cast("list[Any]", value)), default=0) if isinstance(value, list) else 0
 
 
-def test_nesting_is_bounded(compiler: ConstraintCompiler) -> None:
+def test_nesting_is_bounded(compiler: ConstraintCompiler):
     answer = written(compiler, {"type": "array", "items": {"$ref": "#"}}, 200, never_ending(2, "["))
     assert answer is not None
     assert nesting(json.loads(answer)) == MAX_NESTING
 
 
-def test_tokens_before_the_answer_are_not_the_answers(compiler: ConstraintCompiler) -> None:
+def test_tokens_before_the_answer_are_not_the_answers(compiler: ConstraintCompiler):
     opens, compiled = 7, compiler.compiled(Constraint(json_schema='{"type": "string"}'), END_ID)
     maker, thoughts = (
         LibraryMasks(VOCAB_SIZE, 1),

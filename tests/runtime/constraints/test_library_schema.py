@@ -1,7 +1,5 @@
 """Schemas as libraries write them, and the numbers that answers under a schema may have."""
 
-from __future__ import annotations
-
 import json
 import lzma
 import random
@@ -56,12 +54,12 @@ def refusal(compiler: ConstraintCompiler, schema: Any) -> str:
 
 
 @pytest.mark.parametrize("library", WRITTEN_BY_LIBRARIES)
-def test_every_type_of_pydantic_and_zod_is_served(compiler: ConstraintCompiler, library: str) -> None:
+def test_every_type_of_pydantic_and_zod_is_served(compiler: ConstraintCompiler, library: str):
     for name, (schema, value) in WRITTEN_BY_LIBRARIES[library].items():
         assert takes(compiled(compiler, schema), json.dumps(value, ensure_ascii=False)), (name, schema)
 
 
-def test_the_values_in_the_table_are_valid() -> None:
+def test_the_values_in_the_table_are_valid():
     for library, schemas in WRITTEN_BY_LIBRARIES.items():
         for name, (schema, value) in schemas.items():
             if "openapi" not in library and name != "emoji":  # which Python knows nothing of
@@ -93,9 +91,7 @@ WRONG: list[tuple[Any, Any]] = [
 
 
 @pytest.mark.parametrize(("schema", "value"), WRONG)
-def test_what_a_rewritten_schema_excludes_cannot_come(
-    compiler: ConstraintCompiler, schema: Any, value: Any
-) -> None:
+def test_what_a_rewritten_schema_excludes_cannot_come(compiler: ConstraintCompiler, schema: Any, value: Any):
     assert not takes(compiled(compiler, schema), json.dumps(value))
 
 
@@ -114,7 +110,7 @@ KEYWORDS = (
 )
 
 
-def test_properties_that_are_named_like_keywords_stay(compiler: ConstraintCompiler) -> None:
+def test_properties_that_are_named_like_keywords_stay(compiler: ConstraintCompiler):
     schema = {
         "type": "object",
         "properties": {name: {"type": "integer", "title": "dropped", "format": "int32"} for name in KEYWORDS},
@@ -127,7 +123,7 @@ def test_properties_that_are_named_like_keywords_stay(compiler: ConstraintCompil
 
 
 @pytest.mark.parametrize("keyword", ["const", "enum"])
-def test_data_that_look_like_schemas_stay(compiler: ConstraintCompiler, keyword: str) -> None:
+def test_data_that_look_like_schemas_stay(compiler: ConstraintCompiler, keyword: str):
     value = {
         "title": "t",
         "format": "color",
@@ -153,7 +149,7 @@ NESTED = (
 
 
 @pytest.mark.parametrize("place", NESTED)
-def test_schemas_are_rewritten_wherever_they_stand(compiler: ConstraintCompiler, place: str) -> None:
+def test_schemas_are_rewritten_wherever_they_stand(compiler: ConstraintCompiler, place: str):
     inner = {"type": "integer", "format": "int64", "example": 1, "minimum": -(2**63), "maximum": 2**63 - 1}
     schema: dict[str, Any] = {
         "items": {"type": "array", "items": inner},
@@ -208,17 +204,17 @@ def test_schemas_are_rewritten_wherever_they_stand(compiler: ConstraintCompiler,
         ({"uniqueItems": True}, "/p/uniqueItems is not supported"),
     ],
 )
-def test_a_refusal_names_the_place_and_the_cause(compiler: ConstraintCompiler, schema: Any, said: str) -> None:
+def test_a_refusal_names_the_place_and_the_cause(compiler: ConstraintCompiler, schema: Any, said: str):
     schema = {"type": "object", "properties": {"o": {"type": "null"}, "p": schema}, "required": ["p"]}
     assert refusal(compiler, schema).startswith(f"/properties{said}")
 
 
-def test_a_refusal_in_a_definition_names_the_definition(compiler: ConstraintCompiler) -> None:
+def test_a_refusal_in_a_definition_names_the_definition(compiler: ConstraintCompiler):
     schema = {"$defs": {"a/b": {"type": "string", "minLength": 3, "maxLength": 2}}, "$ref": "#/$defs/a~1b"}
     assert refusal(compiler, schema) == "/$defs/a~1b cannot be used: minLength (3) is greater than maxLength (2)"
 
 
-def test_an_expression_that_is_refused_says_why(compiler: ConstraintCompiler) -> None:
+def test_an_expression_that_is_refused_says_why(compiler: ConstraintCompiler):
     for regex, said in (
         (r"(a)\1", "backreferences"),
         ("a(b", "unclosed group"),
@@ -249,7 +245,7 @@ def texts_near(bound: str) -> Iterator[str]:
 
 
 @pytest.mark.parametrize("seed", range(8))
-def test_numbers_that_can_come_are_those_that_jsonschema_allows(compiler: ConstraintCompiler, seed: int) -> None:
+def test_numbers_that_can_come_are_those_that_jsonschema_allows(compiler: ConstraintCompiler, seed: int):
     """Near the bounds, where doubles and decimals differ."""
     chance, num_taken = random.Random(seed), 0
     for _ in range(60):
@@ -349,7 +345,7 @@ TUPLE = {"type": "array", "prefixItems": [{"const": ID}, {"type": "string"}], "i
 )
 def test_numbers_that_no_double_is_come_as_they_are(
     compiler: ConstraintCompiler, schema: Any, right: list[Any], wrong: list[Any]
-) -> None:
+):
     library = compiled(compiler, schema)
     assert [value for value in right if not takes(library, json.dumps(value))] == []
     assert [value for value in wrong if takes(library, json.dumps(value))] == []
@@ -357,7 +353,7 @@ def test_numbers_that_no_double_is_come_as_they_are(
 
 def test_bounds_where_only_the_library_reads_the_schema_exclude_numbers_next_to_them_and_allow_no_others(
     compiler: ConstraintCompiler,
-) -> None:
+):
     own = {"type": "object", "properties": {"a": {"type": "integer", "minimum": 2**53 + 1}}, "required": ["a"]}
     library = compiled(compiler, {"allOf": [own, {"type": "object", "properties": {"b": {"type": "string"}}}]})
     assert takes(library, json.dumps({"a": 2**53 + 2, "b": "x"}))
@@ -366,7 +362,7 @@ def test_bounds_where_only_the_library_reads_the_schema_exclude_numbers_next_to_
 
 
 @pytest.mark.parametrize("least", [-123, -100, -7, 0, 1, 9, 10, 99, 100, 101])
-def test_an_expression_of_whole_numbers_has_those_alone(least: int) -> None:
+def test_an_expression_of_whole_numbers_has_those_alone(least: int):
     for most in (least, least + 1, least + 9, least + 10, least + 101, least + 905):
         expression = re.compile(whole_numbers(least, most).strip("/"))
         found = [number for number in range(-1300, 1300) if expression.fullmatch(str(number))]

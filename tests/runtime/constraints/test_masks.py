@@ -1,7 +1,5 @@
 """Masks of a step, and the answers that the tokens allowed by them can spell."""
 
-from __future__ import annotations
-
 import random
 import re
 from collections.abc import Sequence
@@ -55,7 +53,7 @@ def one(maker: LibraryMasks, own: AnswerMatcher, generated: Sequence[Token]) -> 
 @pytest.mark.parametrize("seed", range(5))
 def test_whatever_the_masks_allow_spells_the_constraint(
     compiler: ConstraintCompiler, maker: LibraryMasks, seed: int
-) -> None:
+):
     regex, chance = "(ab|[x-z]{2,4}){1,3}-[0-9é]{2}", random.Random(seed)
     own, generated = matcher(compiler, Constraint(regex=regex)), list[Token]()
     while True:
@@ -66,9 +64,7 @@ def test_whatever_the_masks_allow_spells_the_constraint(
     assert re.fullmatch(regex, TOKENIZER.decode(token.id for token in generated))
 
 
-def test_masks_of_several_answers_are_those_of_each_alone(
-    compiler: ConstraintCompiler, maker: LibraryMasks
-) -> None:
+def test_masks_of_several_answers_are_those_of_each_alone(compiler: ConstraintCompiler, maker: LibraryMasks):
     cases = [
         (Constraint(choices=("yes", "no")), ""),
         (Constraint(choices=("yes", "no")), "ye"),
@@ -82,9 +78,7 @@ def test_masks_of_several_answers_are_those_of_each_alone(
     assert len({frozenset(allowed(mask)) for mask in alone}) == len(cases)
 
 
-def test_the_end_token_may_come_where_the_answer_is_complete(
-    compiler: ConstraintCompiler, maker: LibraryMasks
-) -> None:
+def test_the_end_token_may_come_where_the_answer_is_complete(compiler: ConstraintCompiler, maker: LibraryMasks):
     ends = [
         END_ID in allowed(one(maker, matcher(compiler, Constraint(choices=("no", "not"))), tokens_of(text)))
         for text in ("", "n", "no", "not")
@@ -92,14 +86,14 @@ def test_the_end_token_may_come_where_the_answer_is_complete(
     assert ends == [False, False, True, True]
 
 
-def test_neither_control_tokens_nor_unknown_ids_may_come(compiler: ConstraintCompiler, maker: LibraryMasks) -> None:
+def test_neither_control_tokens_nor_unknown_ids_may_come(compiler: ConstraintCompiler, maker: LibraryMasks):
     mask = one(maker, matcher(compiler, Constraint(regex="(?s:.)*")), tokens_of("anything"))
     spelled = {token_id for token_id in range(VOCAB_SIZE) if TOKENIZER.token_bytes(token_id)}
     assert allowed(mask) <= spelled | {END_ID}
     assert len(allowed(mask)) > 200
 
 
-def test_what_comes_before_the_answer_is_free(compiler: ConstraintCompiler, maker: LibraryMasks) -> None:
+def test_what_comes_before_the_answer_is_free(compiler: ConstraintCompiler, maker: LibraryMasks):
     own = matcher(compiler, Constraint(choices=("no",)), ANSWER_ID)
     thoughts = tokens_of("well no yes")
     assert one(maker, own, []) is None
@@ -108,7 +102,7 @@ def test_what_comes_before_the_answer_is_free(compiler: ConstraintCompiler, make
     assert allowed(first) == allowed(one(maker, matcher(compiler, Constraint(choices=("no",))), []))
 
 
-def test_a_sequence_that_lost_tokens_is_followed_anew(compiler: ConstraintCompiler, maker: LibraryMasks) -> None:
+def test_a_sequence_that_lost_tokens_is_followed_anew(compiler: ConstraintCompiler, maker: LibraryMasks):
     for opens_answer in (None, ANSWER_ID):
         own = matcher(compiler, Constraint(regex="[0-9]{3}x"), opens_answer)
         before = [] if opens_answer is None else [Token(opens_answer)]
@@ -117,9 +111,7 @@ def test_a_sequence_that_lost_tokens_is_followed_anew(compiler: ConstraintCompil
         assert allowed(masks[4]) != allowed(masks[1])
 
 
-def test_a_token_that_may_not_come_fails_its_answer_alone(
-    compiler: ConstraintCompiler, maker: LibraryMasks
-) -> None:
+def test_a_token_that_may_not_come_fails_its_answer_alone(compiler: ConstraintCompiler, maker: LibraryMasks):
     wrong = MaskRequest(matcher(compiler, Constraint(choices=("no",))), tokens_of("yes"))
     right = MaskRequest(matcher(compiler, Constraint(choices=("no",))), tokens_of("n"))
     results = maker.masks([wrong, right, wrong])
@@ -144,7 +136,7 @@ def running(matcher: Any, num_generated: int = 0) -> Any:
     return made
 
 
-def test_only_sequences_with_a_constraint_that_are_still_here_get_one() -> None:
+def test_only_sequences_with_a_constraint_that_are_still_here_get_one():
     gone = running("gone")
     gone.state = SequenceState.FINISHED
     batch = Batch.of_decode([running(None), running("mine", 2), gone, running("fails"), running("yours")])
@@ -155,5 +147,5 @@ def test_only_sequences_with_a_constraint_that_are_still_here_get_one() -> None:
     assert maker.generated == [[Token(90), Token(91)], [], []]
 
 
-def test_without_a_constraint_nothing_is_made() -> None:
+def test_without_a_constraint_nothing_is_made():
     assert step_masks(Batch.of_decode([running(None)]), None) == ([None], [])

@@ -1,7 +1,5 @@
 """A compiler for the vocabulary of the built-in model, and texts as its tokens."""
 
-from __future__ import annotations
-
 from functools import partial
 
 from kestrel_runtime.constraints.compiler import ConstraintCompiler, new_vocabulary

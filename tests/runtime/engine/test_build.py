@@ -1,7 +1,5 @@
 """An engine is built part by part; its threads start when all parts are there."""
 
-from __future__ import annotations
-
 import threading
 
 import pytest

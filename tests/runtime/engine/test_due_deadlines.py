@@ -1,7 +1,5 @@
 """Deadlines are found in their order, each once."""
 
-from __future__ import annotations
-
 import random
 
 from kestrel_runtime.engine.due_deadlines import Deadlines

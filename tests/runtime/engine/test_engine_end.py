@@ -5,8 +5,6 @@ line raises. The runner is a fake one and sequences are made by hand, so that a 
 turns each time.
 """
 
-from __future__ import annotations
-
 import ast
 import asyncio
 import contextlib

@@ -1,7 +1,5 @@
 """A device that hangs, and a thread that ends: health changes, every caller is told, and no thread waits for it."""
 
-from __future__ import annotations
-
 import asyncio
 import threading
 from collections.abc import Iterator

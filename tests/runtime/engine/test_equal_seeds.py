@@ -1,7 +1,5 @@
 """Equal seeds give equal answers in float32: in any batch, after a preemption, and in another process."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 import sys

@@ -1,7 +1,5 @@
 """Who finds a process dead learns which requests were in flight."""
 
-from __future__ import annotations
-
 import errno
 import os
 from pathlib import Path

@@ -1,7 +1,5 @@
 """A request about a known image costs the host numbers that are the same on every machine."""
 
-from __future__ import annotations
-
 import asyncio
 import sys
 from collections import Counter

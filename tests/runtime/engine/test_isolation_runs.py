@@ -4,8 +4,6 @@ R1 to R4 are the invariants of `kestrel_runtime.engine.isolation`. The runner is
 steps fail.
 """
 
-from __future__ import annotations
-
 import gc
 import logging
 from collections.abc import Callable

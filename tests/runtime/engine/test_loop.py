@@ -1,7 +1,5 @@
 """The engine's thread, turned by hand one step at a time."""
 
-from __future__ import annotations
-
 import asyncio
 import threading
 import time

@@ -1,7 +1,5 @@
 """Prompts are made once for each namespace, and depend on every field of a request that may change them."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass, field
 from typing import Any
 

@@ -1,7 +1,5 @@
 """What the engine holds does not grow with the number of requests it has served."""
 
-from __future__ import annotations
-
 import asyncio
 import gc
 from typing import Any

@@ -1,7 +1,5 @@
 """The requests that an engine runs before those of callers."""
 
-from __future__ import annotations
-
 import logging
 from typing import Any
 

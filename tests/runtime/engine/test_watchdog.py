@@ -1,7 +1,5 @@
 """What has not got on for too long is noticed, however the looks come; and so is the end of the thread."""
 
-from __future__ import annotations
-
 import threading
 from collections.abc import Callable, Mapping
 

@@ -1,7 +1,5 @@
 """Chunks of sequences as the operations of a prefill take them, without a step runner."""
 
-from __future__ import annotations
-
 from collections.abc import Collection
 
 import numpy as np

@@ -3,8 +3,6 @@
 The seeds are fixed, so that a test always has the same result. Of sound samplers, one in a thousand would fail it.
 """
 
-from __future__ import annotations
-
 import math
 from collections import Counter
 from typing import Any

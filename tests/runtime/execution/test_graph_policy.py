@@ -1,7 +1,5 @@
 """When graphs are captured and dropped, and what runs where there is none. G1 to G4 are the module's invariants."""
 
-from __future__ import annotations
-
 import logging
 from collections.abc import Callable
 

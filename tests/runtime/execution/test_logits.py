@@ -1,7 +1,5 @@
 """Penalties and biases, each against its definition, alone and in mixed batches."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 import torch

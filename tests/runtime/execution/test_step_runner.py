@@ -1,7 +1,5 @@
 """The step runner on the tests' own family: whatever the steps, each sequence gets what it would get alone."""
 
-from __future__ import annotations
-
 import itertools
 
 import pytest

@@ -11,7 +11,7 @@ class Thing:
     """Something that takes memory."""
 
 
-def test_m1_bytes_that_were_taken_count_until_they_are_given_back() -> None:
+def test_m1_bytes_that_were_taken_count_until_they_are_given_back():
     budget = MemoryBudget(100)
     budget.take("", 60)
     assert budget.has_room(40)
@@ -20,7 +20,7 @@ def test_m1_bytes_that_were_taken_count_until_they_are_given_back() -> None:
     assert budget.has_room(100)
 
 
-def test_m1_the_bytes_of_an_object_count_until_it_is_freed_and_the_callback_is_called() -> None:
+def test_m1_the_bytes_of_an_object_count_until_it_is_freed_and_the_callback_is_called():
     budget, num_freed = MemoryBudget(100), 0
 
     def count() -> None:
@@ -38,7 +38,7 @@ def test_m1_the_bytes_of_an_object_count_until_it_is_freed_and_the_callback_is_c
     assert (also, budget.used_bytes, num_freed) == (None, 0, 1)
 
 
-def test_m1_an_object_may_be_freed_while_the_budget_is_in_use() -> None:
+def test_m1_an_object_may_be_freed_while_the_budget_is_in_use():
     budget = MemoryBudget(100)
     thing = Thing()
     budget.hold("a", thing, 70)
@@ -48,7 +48,7 @@ def test_m1_an_object_may_be_freed_while_the_budget_is_in_use() -> None:
 
 
 @pytest.mark.parametrize(("owner", "may_go_on"), [("", True), ("a", False)])
-def test_m2_a_named_owner_gets_half(owner: str, may_go_on: bool) -> None:
+def test_m2_a_named_owner_gets_half(owner: str, may_go_on: bool):
     budget = MemoryBudget(100)
     budget.take(owner, 49)
     assert budget.has_share(owner)
@@ -57,7 +57,7 @@ def test_m2_a_named_owner_gets_half(owner: str, may_go_on: bool) -> None:
     assert budget.has_share("another")
 
 
-def test_m2_the_share_follows_what_others_hold() -> None:
+def test_m2_the_share_follows_what_others_hold():
     budget = MemoryBudget(90)
     budget.take("a", 30)
     budget.take("b", 30)

@@ -15,5 +15,5 @@ from kestrel_runtime.fairness.largest_tenant import oldest_of_largest_tenant
         (["a", "b", "b", "a"], 0),  # of equal tenants, the one with the oldest item
     ],
 )
-def test_the_oldest_item_of_the_largest_tenant_is_evicted(tenants: list[str], evicted: int) -> None:
+def test_the_oldest_item_of_the_largest_tenant_is_evicted(tenants: list[str], evicted: int):
     assert oldest_of_largest_tenant(dict(enumerate(tenants))) == evicted

@@ -54,7 +54,7 @@ def start_regularly(admission: QueueAdmission, keys: list[object], every_s: floa
         (QueueLimits(1000, 10**9, 30), cost(tokens=10), QueueBound.TOKENS),
     ],
 )
-def test_b1_each_bound_holds_and_is_named(limits: QueueLimits, what: Cost, bound: QueueBound) -> None:
+def test_b1_each_bound_holds_and_is_named(limits: QueueLimits, what: Cost, bound: QueueBound):
     admission = QueueAdmission(limits)
     keys = fill(admission, 3, what)
     error = refusal(admission, what)
@@ -69,7 +69,7 @@ def test_b1_each_bound_holds_and_is_named(limits: QueueLimits, what: Cost, bound
     refusal(admission, what)
 
 
-def test_b1_who_has_started_is_in_the_queue_no_more() -> None:
+def test_b1_who_has_started_is_in_the_queue_no_more():
     admission = QueueAdmission(QueueLimits(1, 1, 1))
     (key,) = fill(admission, 1, cost())
     admission.start(key, 1.0)
@@ -77,7 +77,7 @@ def test_b1_who_has_started_is_in_the_queue_no_more() -> None:
     fill(admission, 1, cost())
 
 
-def test_b1_an_empty_queue_takes_any_request() -> None:
+def test_b1_an_empty_queue_takes_any_request():
     admission = QueueAdmission(QueueLimits(1, 10, 10))
     (key,) = fill(admission, 1, cost(image_bytes=100, tokens=100))
     admission.leave(key)
@@ -85,14 +85,14 @@ def test_b1_an_empty_queue_takes_any_request() -> None:
     refusal(admission, cost(image_bytes=1))
 
 
-def test_b1_text_alone_is_not_refused_for_images() -> None:
+def test_b1_text_alone_is_not_refused_for_images():
     admission = QueueAdmission(QueueLimits(10, 10, 1000))
     fill(admission, 1, cost("a", image_bytes=100))
     fill(admission, 1, cost("a"))
 
 
 @pytest.mark.parametrize(("num_tenants", "share"), [(1, 50), (2, 33), (4, 20), (9, 10)])
-def test_b2_however_many_flood_the_queue_a_newcomer_finds_room(num_tenants: int, share: int) -> None:
+def test_b2_however_many_flood_the_queue_a_newcomer_finds_room(num_tenants: int, share: int):
     admission = QueueAdmission(QueueLimits(100, 10**9, 10**9))
     held = dict.fromkeys(range(num_tenants), 0)
     for _ in range(200):
@@ -105,7 +105,7 @@ def test_b2_however_many_flood_the_queue_a_newcomer_finds_room(num_tenants: int,
     fill(admission, 1, cost("newest"))
 
 
-def test_b2_a_flood_of_large_images_leaves_room_for_other_images() -> None:
+def test_b2_a_flood_of_large_images_leaves_room_for_other_images():
     admission = QueueAdmission(QueueLimits(100, 100, 10**9))
     fill(admission, 5, cost("flood", image_bytes=10))
     error = refusal(admission, cost("flood", image_bytes=10))
@@ -113,13 +113,13 @@ def test_b2_a_flood_of_large_images_leaves_room_for_other_images() -> None:
     fill(admission, 1, cost("modest", image_bytes=40))
 
 
-def test_b2_callers_that_are_not_told_apart_may_fill_the_queue() -> None:
+def test_b2_callers_that_are_not_told_apart_may_fill_the_queue():
     admission = QueueAdmission(QueueLimits(10, 10**9, 10**9))
     fill(admission, 10, cost(""))
     assert not refusal(admission, cost("")).is_tenant_share
 
 
-def test_b3_a_request_that_would_outlast_its_wait_limit_is_refused_with_the_wait() -> None:
+def test_b3_a_request_that_would_outlast_its_wait_limit_is_refused_with_the_wait():
     admission = QueueAdmission(ROOMY)
     now = start_regularly(admission, fill(admission, 30, cost())[:10], every_s=0.5)
     error = refusal(admission, cost(), now, wait_limit_s=9.9)  # twenty are before it
@@ -129,26 +129,26 @@ def test_b3_a_request_that_would_outlast_its_wait_limit_is_refused_with_the_wait
     admission.enter(object(), cost(), now)  # who has all the time in the world is let in
 
 
-def test_b3_an_empty_queue_refuses_no_request_for_the_wait() -> None:
+def test_b3_an_empty_queue_refuses_no_request_for_the_wait():
     admission = QueueAdmission(ROOMY)
     now = start_regularly(admission, fill(admission, 10, cost()), every_s=0.5)
     admission.enter(object(), cost(), now, wait_limit_s=0.001)
 
 
-def test_b3_without_measurements_no_request_is_refused_for_the_wait() -> None:
+def test_b3_without_measurements_no_request_is_refused_for_the_wait():
     admission = QueueAdmission(ROOMY)
     now = start_regularly(admission, fill(admission, 30, cost())[:8], every_s=5.0)  # seven intervals
     assert admission.estimated_wait_s(cost(), now) is None
     admission.enter(object(), cost(), now, wait_limit_s=0.001)
 
 
-def test_b3_old_evidence_does_not_count() -> None:
+def test_b3_old_evidence_does_not_count():
     admission = QueueAdmission(ROOMY)
     now = start_regularly(admission, fill(admission, 30, cost())[:10], every_s=0.5)
     assert admission.estimated_wait_s(cost(), now + 61.0) is None
 
 
-def test_b3_a_quiet_engine_is_not_taken_for_a_slow_one() -> None:
+def test_b3_a_quiet_engine_is_not_taken_for_a_slow_one():
     admission = QueueAdmission(ROOMY)
     for second in range(50):  # one request a second, started as soon as it comes
         admission.start(fill(admission, 1, cost())[0], float(second))
@@ -156,7 +156,7 @@ def test_b3_a_quiet_engine_is_not_taken_for_a_slow_one() -> None:
     admission.enter(object(), cost(), 50.0, wait_limit_s=1.0)
 
 
-def test_b3_only_those_that_start_before_it_count() -> None:
+def test_b3_only_those_that_start_before_it_count():
     admission = QueueAdmission(ROOMY)
     urgent = cost("urgent", priority=Priority.INTERACTIVE)
     fill(admission, 30, cost("flood", priority=Priority.BATCH))
@@ -172,7 +172,7 @@ def test_b3_only_those_that_start_before_it_count() -> None:
     assert admission.estimated_wait_s(cost("flood", priority=Priority.BATCH), now) == pytest.approx(62.0)
 
 
-def test_b3_the_wait_includes_turns_of_others_who_send_one_request_after_the_other() -> None:
+def test_b3_the_wait_includes_turns_of_others_who_send_one_request_after_the_other():
     admission = QueueAdmission(ROOMY)
     keys = fill(admission, 100, cost("flood"))
     now = 0.0
@@ -190,7 +190,7 @@ def test_b3_the_wait_includes_turns_of_others_who_send_one_request_after_the_oth
     assert admission.estimated_wait_s(urgent, now) == 0.0
 
 
-def test_the_time_to_try_again_is_measured() -> None:
+def test_the_time_to_try_again_is_measured():
     admission = QueueAdmission(QueueLimits(30, 10**9, 10**9))
     keys = fill(admission, 30, cost())
     assert refusal(admission, cost()).retry_after_s == 1.0  # nothing is known yet

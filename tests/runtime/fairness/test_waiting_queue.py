@@ -31,12 +31,12 @@ def start_all(queue: WaitingQueue, now: float = 0.0) -> list[TokenSequence]:
     return started
 
 
-def test_an_empty_queue_returns_no_entry(queue: WaitingQueue) -> None:
+def test_an_empty_queue_returns_no_entry(queue: WaitingQueue):
     assert queue.first(0.0) is None
     assert len(queue) == 0
 
 
-def test_w1_preempted_items_come_first_the_oldest_before_others(queue: WaitingQueue) -> None:
+def test_w1_preempted_items_come_first_the_oldest_before_others(queue: WaitingQueue):
     oldest, youngest, urgent = new_sequence(), new_sequence(), new_sequence(priority=INTERACTIVE)
     push(queue, oldest, youngest)
     assert start_all(queue) == [oldest, youngest]
@@ -47,7 +47,7 @@ def test_w1_preempted_items_come_first_the_oldest_before_others(queue: WaitingQu
     assert start_all(queue) == [oldest, youngest, urgent]
 
 
-def test_w1_a_second_start_is_not_counted_as_service(queue: WaitingQueue) -> None:
+def test_w1_a_second_start_is_not_counted_as_service(queue: WaitingQueue):
     returning = new_sequence(100, tenant="a")
     push(queue, returning)
     queue.start(returning)
@@ -58,22 +58,20 @@ def test_w1_a_second_start_is_not_counted_as_service(queue: WaitingQueue) -> Non
     assert start_all(queue) == [other, own]
 
 
-def test_w2_the_more_urgent_start_first(queue: WaitingQueue) -> None:
+def test_w2_the_more_urgent_start_first(queue: WaitingQueue):
     batch, normal, interactive = (new_sequence(priority=priority) for priority in (BATCH, NORMAL, INTERACTIVE))
     push(queue, batch, normal, interactive)
     assert start_all(queue) == [interactive, normal, batch]
 
 
 @pytest.mark.parametrize(("age_s", "passes"), [(9.9, False), (10.1, False), (19.9, False), (20.1, True)])
-def test_w2_waiting_raises_a_sequence_by_a_level_every_ten_seconds(
-    queue: WaitingQueue, age_s: float, passes: bool
-) -> None:
+def test_w2_waiting_raises_a_sequence_by_a_level_every_ten_seconds(queue: WaitingQueue, age_s: float, passes: bool):
     old, newest = new_sequence(priority=BATCH), new_sequence(priority=INTERACTIVE, submitted=age_s)
     push(queue, old, newest)
     assert queue.first(age_s) is (old if passes else newest)
 
 
-def test_w2_an_endless_run_of_urgent_requests_starves_no_other_request(queue: WaitingQueue) -> None:
+def test_w2_an_endless_run_of_urgent_requests_starves_no_other_request(queue: WaitingQueue):
     patient = new_sequence(priority=BATCH)
     push(queue, patient)
     for second in range(1, 40):
@@ -88,14 +86,14 @@ def test_w2_an_endless_run_of_urgent_requests_starves_no_other_request(queue: Wa
     pytest.fail("the batch request never started")
 
 
-def test_w3_tenants_take_turns_whatever_the_length_of_their_lines(queue: WaitingQueue) -> None:
+def test_w3_tenants_take_turns_whatever_the_length_of_their_lines(queue: WaitingQueue):
     flood = [new_sequence(10, tenant="flood") for _ in range(20)]
     modest = [new_sequence(10, tenant="modest") for _ in range(3)]
     push(queue, *flood, *modest)
     assert [sequence.tenant for sequence in start_all(queue)[:6]].count("modest") == 3
 
 
-def test_w3_old_backlog_does_not_come_before_another_tenants_newcomer(queue: WaitingQueue) -> None:
+def test_w3_old_backlog_does_not_come_before_another_tenants_newcomer(queue: WaitingQueue):
     push(queue, *(new_sequence(10, tenant="flood") for _ in range(50)))
     first = queue.first(0.0)
     assert first is not None
@@ -109,7 +107,7 @@ def test_w3_old_backlog_does_not_come_before_another_tenants_newcomer(queue: Wai
 @pytest.mark.parametrize("newest", Priority)
 def test_w2_age_brings_no_tenant_before_another_that_is_as_urgent(
     queue: WaitingQueue, backlog: Priority, newest: Priority
-) -> None:
+):
     push(queue, *(new_sequence(10, tenant="flood", priority=backlog) for _ in range(50)))
     first = queue.first(0.0)
     assert first is not None
@@ -122,7 +120,7 @@ def test_w2_age_brings_no_tenant_before_another_that_is_as_urgent(
     assert queue.first(25.1) is other
 
 
-def test_w2_a_priority_counts_between_tenants_as_far_as_the_tenant_may(queue: WaitingQueue) -> None:
+def test_w2_a_priority_counts_between_tenants_as_far_as_the_tenant_may(queue: WaitingQueue):
     urgent = [new_sequence(10, tenant="flood", priority=INTERACTIVE) for _ in range(20)]
     push(queue, *urgent, new_sequence(10, tenant="modest"), new_sequence(10, tenant="patient", priority=BATCH))
     preferred = [
@@ -135,7 +133,7 @@ def test_w2_a_priority_counts_between_tenants_as_far_as_the_tenant_may(queue: Wa
     assert tenants[-1] == "patient"
 
 
-def test_w3_the_tenant_with_the_smallest_share_comes_first_however_much_it_was_served(queue: WaitingQueue) -> None:
+def test_w3_the_tenant_with_the_smallest_share_comes_first_however_much_it_was_served(queue: WaitingQueue):
     push(queue, new_sequence(1000, tenant="served"), new_sequence(10, tenant="other"))
     start_all(queue)
     small, large = new_sequence(tenant="served"), new_sequence(tenant="other")
@@ -144,7 +142,7 @@ def test_w3_the_tenant_with_the_smallest_share_comes_first_however_much_it_was_s
     assert queue.first(0.0, lambda: {"served": 0.25, "other": 0.5}.__getitem__) is small
 
 
-def test_w2_age_still_counts_within_a_tenant(queue: WaitingQueue) -> None:
+def test_w2_age_still_counts_within_a_tenant(queue: WaitingQueue):
     aged, urgent = new_sequence(tenant="a", priority=NORMAL), new_sequence(tenant="a", submitted=11.0)
     push(queue, new_sequence(tenant="b", priority=BATCH), aged, urgent)
     newest = new_sequence(tenant="a", submitted=12.0, priority=INTERACTIVE)
@@ -152,7 +150,7 @@ def test_w2_age_still_counts_within_a_tenant(queue: WaitingQueue) -> None:
     assert [item for item in start_all(queue, now=12.0) if item.tenant == "a"] == [aged, newest, urgent]
 
 
-def test_who_may_not_start_is_passed_over_and_keeps_its_place(queue: WaitingQueue) -> None:
+def test_who_may_not_start_is_passed_over_and_keeps_its_place(queue: WaitingQueue):
     first, second, third = (new_sequence(10) for _ in range(3))
     push(queue, first, second, third)
     assert queue.first(0.0, may_start=lambda item: item is not first) is second
@@ -164,7 +162,7 @@ def test_who_may_not_start_is_passed_over_and_keeps_its_place(queue: WaitingQueu
     assert queue.first(0.0, may_start=lambda item: item is third) is third
 
 
-def test_w3_shares_are_even_in_positions_and_not_in_requests(queue: WaitingQueue) -> None:
+def test_w3_shares_are_even_in_positions_and_not_in_requests(queue: WaitingQueue):
     push(queue, *(new_sequence(100, tenant="long") for _ in range(50)))
     push(queue, *(new_sequence(10, tenant="short") for _ in range(50)))
     tenants = [sequence.tenant for sequence in start_all(queue)[:44]]
@@ -172,7 +170,7 @@ def test_w3_shares_are_even_in_positions_and_not_in_requests(queue: WaitingQueue
     assert tenants.count("long") == 4
 
 
-def test_w3_generated_tokens_count_as_service(queue: WaitingQueue) -> None:
+def test_w3_generated_tokens_count_as_service(queue: WaitingQueue):
     talker, listener = new_sequence(10, tenant="talks"), new_sequence(10, tenant="listens")
     push(queue, talker, listener)
     start_all(queue)
@@ -182,7 +180,7 @@ def test_w3_generated_tokens_count_as_service(queue: WaitingQueue) -> None:
     assert [sequence.tenant for sequence in start_all(queue)] == ["listens", "talks"]
 
 
-def test_w3_idleness_earns_no_credit(queue: WaitingQueue) -> None:
+def test_w3_idleness_earns_no_credit(queue: WaitingQueue):
     push(queue, new_sequence(10, tenant="idle"), *(new_sequence(10, tenant="busy") for _ in range(100)))
     for _ in range(90):
         first = queue.first(0.0)
@@ -193,7 +191,7 @@ def test_w3_idleness_earns_no_credit(queue: WaitingQueue) -> None:
     assert 4 <= tenants.count("idle") <= 6
 
 
-def test_w3_a_tenant_that_asks_one_at_a_time_earns_no_credit_in_a_pause(queue: WaitingQueue) -> None:
+def test_w3_a_tenant_that_asks_one_at_a_time_earns_no_credit_in_a_pause(queue: WaitingQueue):
     def start_next() -> str:
         first = queue.first(0.0)
         assert first is not None
@@ -214,7 +212,7 @@ def test_w3_a_tenant_that_asks_one_at_a_time_earns_no_credit_in_a_pause(queue: W
     assert order.count("a") == 3
 
 
-def test_w3_tenants_are_forgotten_once_they_no_longer_matter(queue: WaitingQueue) -> None:
+def test_w3_tenants_are_forgotten_once_they_no_longer_matter(queue: WaitingQueue):
     for number in range(1400):
         sequence = new_sequence(1, tenant=str(number))
         push(queue, sequence)
@@ -222,7 +220,7 @@ def test_w3_tenants_are_forgotten_once_they_no_longer_matter(queue: WaitingQueue
     assert len(queue._tenants) < 1100  # memory shows in no other way
 
 
-def test_w4_among_equals_the_first_submitted_starts_first(queue: WaitingQueue) -> None:
+def test_w4_among_equals_the_first_submitted_starts_first(queue: WaitingQueue):
     late, early, tied = new_sequence(submitted=2.0), new_sequence(submitted=1.0), new_sequence(submitted=2.0)
     push(queue, late, early, tied)
     assert start_all(queue, now=2.0) == [early, late, tied]
@@ -237,7 +235,7 @@ ARRIVALS = st.lists(
 @given(ARRIVALS, st.data())
 def test_each_entry_is_counted_listed_and_removed_exactly_once(
     arrivals: list[tuple[Priority, str, int, int]], data: st.DataObject
-) -> None:
+):
     queue = WaitingQueue(ageing_s=10.0)
     here: list[TokenSequence] = []
     for priority, tenant, submitted, length in arrivals:

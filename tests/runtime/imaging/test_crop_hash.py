@@ -1,7 +1,5 @@
 """Hashes are sums of products modulo 2^64, with multipliers of their own in each process."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 import torch

@@ -311,7 +311,7 @@ def raw(
 @pytest.mark.parametrize("pixel_format", PixelFormat)
 def test_raw_pixels_are_the_image_that_a_png_of_them_is(
     pixel_format: PixelFormat, padding: int, is_last_padded: bool
-) -> None:
+):
     picture = noise(37, 21)
     if pixel_format is PixelFormat.RGBA8:
         picture.putalpha(noise(37, 21).convert("L"))
@@ -324,7 +324,7 @@ def test_raw_pixels_are_the_image_that_a_png_of_them_is(
     np.testing.assert_array_equal(np.asarray(decoded), np.asarray(expected))
 
 
-def test_raw_pixels_are_bound_by_the_same_limits() -> None:
+def test_raw_pixels_are_bound_by_the_same_limits():
     with pytest.raises(ImageError) as caught:
         decode_image(RawImage.packed(bytes(300), 10, 10, PixelFormat.RGB8), max_image_pixels=99)
     assert caught.value.too_large
@@ -338,7 +338,7 @@ def test_raw_pixels_are_bound_by_the_same_limits() -> None:
     assert (header.width, header.height, header.is_cost_known) == (2, 3, False)
 
 
-def test_the_padding_of_rows_takes_no_memory() -> None:
+def test_the_padding_of_rows_takes_no_memory():
     image = RawImage(bytes(300), 100, 1, PixelFormat.RGB8, 2**28)
     assert list(image.violations()) == []
     tracemalloc.start()
@@ -349,7 +349,7 @@ def test_the_padding_of_rows_takes_no_memory() -> None:
         tracemalloc.stop()
 
 
-def test_raw_pixels_of_a_cancelled_request_are_not_decoded() -> None:
+def test_raw_pixels_of_a_cancelled_request_are_not_decoded():
     class Unwanted(BaseException):
         pass
 

@@ -34,7 +34,7 @@ def is_accepted(data: bytes) -> bool:
 
 
 @pytest.mark.parametrize("file", seeds(), ids=range(len(seeds())))
-def test_a_good_file_is_accepted_with_its_format_and_size(file: bytes) -> None:
+def test_a_good_file_is_accepted_with_its_format_and_size(file: bytes):
     header = read_header(file, max_image_pixels=MAX_PIXELS)
     with Image.open(io.BytesIO(file)) as image:
         assert header.format == ("JPEG" if image.format == "MPO" else image.format)
@@ -44,7 +44,7 @@ def test_a_good_file_is_accepted_with_its_format_and_size(file: bytes) -> None:
     assert header.format in FORMATS
 
 
-def test_a_header_cut_off_anywhere_is_refused_and_raises_nothing_else() -> None:
+def test_a_header_cut_off_anywhere_is_refused_and_raises_nothing_else():
     for file in seeds():
         for length in range(min(len(file), 400)):
             with contextlib.suppress(ImageError):
@@ -54,7 +54,7 @@ def test_a_header_cut_off_anywhere_is_refused_and_raises_nothing_else() -> None:
 # JPEG
 
 
-def test_a_jpeg_of_thirty_thousand_scans_is_refused_before_it_is_decoded() -> None:
+def test_a_jpeg_of_thirty_thousand_scans_is_refused_before_it_is_decoded():
     file = hostile.progressive_jpeg(4000, 4000, 30_000)
     began = time.process_time()
     error = refusal(file)
@@ -63,14 +63,14 @@ def test_a_jpeg_of_thirty_thousand_scans_is_refused_before_it_is_decoded() -> No
     assert error.violations[0].description == "has more than 64 JPEG scans"
 
 
-def test_a_jpeg_may_have_as_many_scans_as_the_limit_and_stops_are_between_them() -> None:
+def test_a_jpeg_may_have_as_many_scans_as_the_limit_and_stops_are_between_them():
     file = hostile.progressive_jpeg(64, 64, jpeg.MAX_SCANS)
     stops = check_structure(file, read_header(file, max_image_pixels=MAX_PIXELS))
     assert len(stops) == jpeg.MAX_SCANS - 1
     assert {file[stop : stop + 2] for stop in stops} == {b"\xff\xda"}
 
 
-def test_a_jpeg_that_is_complete_in_its_first_scan_is_not_decoded_further() -> None:
+def test_a_jpeg_that_is_complete_in_its_first_scan_is_not_decoded_further():
     file = io.BytesIO()
     Image.new("L", (800, 800)).save(file, "JPEG")
     once = file.getvalue()
@@ -85,13 +85,13 @@ def test_a_jpeg_that_is_complete_in_its_first_scan_is_not_decoded_further() -> N
         assert time.process_time() - began < 0.5  # 10,000 scans would take at least 10 s
 
 
-def test_scans_of_thumbnails_and_of_pictures_that_follow_are_not_counted() -> None:
+def test_scans_of_thumbnails_and_of_pictures_that_follow_are_not_counted():
     thumbnail = hostile.progressive_jpeg(8, 8, 60)
     file = hostile.progressive_jpeg(64, 64, 10, segments=hostile.jpeg_segment(0xE1, thumbnail)) + thumbnail
     assert len(check_structure(file, read_header(file, max_image_pixels=MAX_PIXELS))) == 9
 
 
-def test_a_marker_is_found_across_windows_of_the_search() -> None:
+def test_a_marker_is_found_across_windows_of_the_search():
     window_bytes = 2**20
     for shift in range(-3, 4):
         padding = window_bytes - len(hostile.jpeg_head(64, 64)) + shift
@@ -114,21 +114,21 @@ def test_a_marker_is_found_across_windows_of_the_search() -> None:
         ),
     ],
 )
-def test_a_jpeg_of_too_many_segments_is_refused(what: str, file: bytes) -> None:
+def test_a_jpeg_of_too_many_segments_is_refused(what: str, file: bytes):
     error = refusal(file)
     assert error.too_large
     assert what in error.violations[0].description
 
 
 @pytest.mark.parametrize("garbage", [bytes(2**17), b"\xff" * 2**17, b"\xff\x00" * 2**16, b"\xff\xd0" * 2**16])
-def test_a_jpeg_with_much_between_its_segments_is_refused(garbage: bytes) -> None:
+def test_a_jpeg_with_much_between_its_segments_is_refused(garbage: bytes):
     comment = hostile.jpeg_segment(0xFE, b"")
     assert not refusal(hostile.progressive_jpeg(64, 64, 1, segments=comment + garbage)).too_large
     assert is_accepted(hostile.progressive_jpeg(64, 64, 1, segments=comment + garbage[:1000]))
 
 
 @pytest.mark.parametrize("unit", [b"\0", b"\xff", b"\xff\0"])
-def test_a_header_is_read_in_a_time_that_does_not_depend_on_the_file(unit: bytes) -> None:
+def test_a_header_is_read_in_a_time_that_does_not_depend_on_the_file(unit: bytes):
     comment = hostile.jpeg_segment(0xFE, b"")
     file = hostile.progressive_jpeg(64, 64, 1, segments=comment + unit * (2**24 // len(unit)))
     used_s = []
@@ -141,7 +141,7 @@ def test_a_header_is_read_in_a_time_that_does_not_depend_on_the_file(unit: bytes
 
 
 @pytest.mark.parametrize("sampling", ["444", "420"])
-def test_a_progressive_jpeg_needs_room_for_its_coefficients(sampling: str) -> None:
+def test_a_progressive_jpeg_needs_room_for_its_coefficients(sampling: str):
     file = io.BytesIO()
     subsampling = {"444": 0, "420": 2}[sampling]
     Image.new("RGB", (320, 160)).save(file, "JPEG", progressive=True, subsampling=subsampling)
@@ -149,7 +149,7 @@ def test_a_progressive_jpeg_needs_room_for_its_coefficients(sampling: str) -> No
     assert header.decoding_bytes / (320 * 160) == {"444": 10, "420": 8}[sampling]
 
 
-def test_a_jpeg_with_two_sizes_is_refused() -> None:
+def test_a_jpeg_with_two_sizes_is_refused():
     frame = b"\xff\xc0" + struct.pack(">HBHHB", 11, 8, 8, 8, 1) + bytes([1, 0x11, 0])
     assert not refusal(hostile.progressive_jpeg(64, 64, 1, segments=frame)).too_large
 
@@ -170,13 +170,13 @@ def test_a_jpeg_with_two_sizes_is_refused() -> None:
         ),
     ],
 )
-def test_a_png_of_too_many_parts_is_refused(what: str, chunks: bytes) -> None:
+def test_a_png_of_too_many_parts_is_refused(what: str, chunks: bytes):
     error = refusal(hostile.png(8, 8, chunks=chunks))
     assert error.too_large
     assert what in error.violations[0].description
 
 
-def test_a_png_in_many_pieces_with_many_texts_is_accepted() -> None:
+def test_a_png_in_many_pieces_with_many_texts_is_accepted():
     texts = hostile.png_chunk(b"iTXt", b"a\0\0\0\0\0text") * 100 + hostile.png_chunk(b"tEXt", b"a\0text") * 100
     assert is_accepted(hostile.png(800, 600, chunks=texts, num_pixel_chunks=1000))
 
@@ -184,7 +184,7 @@ def test_a_png_in_many_pieces_with_many_texts_is_accepted() -> None:
 # WebP
 
 
-def test_a_webp_of_a_few_bytes_declares_its_canvas() -> None:
+def test_a_webp_of_a_few_bytes_declares_its_canvas():
     header = read_header(hostile.webp_canvas(8000, 7000), max_image_pixels=MAX_PIXELS)
     assert (header.width, header.height) == (8000, 7000)
     assert header.decoding_bytes == 16 * 8000 * 7000
@@ -192,7 +192,7 @@ def test_a_webp_of_a_few_bytes_declares_its_canvas() -> None:
         read_header(hostile.webp_canvas(8001, 8000), max_image_pixels=MAX_PIXELS)
 
 
-def test_a_webp_of_too_many_frames_is_refused() -> None:
+def test_a_webp_of_too_many_frames_is_refused():
     frames = [(b"ANMF", bytes(16))] * (formats.MAX_WEBP_CHUNKS + 1)
     error = refusal(hostile.webp_canvas(8, 8, *frames, flags=2))
     assert error.violations[0].description == "has more than 16384 WebP chunks"
@@ -211,13 +211,13 @@ def test_a_webp_of_too_many_frames_is_refused() -> None:
     ],
     ids=["a comment", "an extension", "extensions", "nothing"],
 )
-def test_a_gif_with_too_much_before_its_image_is_refused(blocks: bytes) -> None:
+def test_a_gif_with_too_much_before_its_image_is_refused(blocks: bytes):
     error = refusal(hostile.gif(8, 8, blocks=blocks))
     assert error.too_large
     assert str(formats.MAX_BLOCKS_BEFORE_IMAGE) in error.violations[0].description
 
 
-def test_the_first_frame_of_a_gif_may_be_larger_than_its_screen() -> None:
+def test_the_first_frame_of_a_gif_may_be_larger_than_its_screen():
     header = read_header(hostile.gif(8, 8, frame=(10, 0, 30, 20)), max_image_pixels=MAX_PIXELS)
     assert (header.width, header.height) == (40, 20)
     assert refusal(hostile.gif(8, 8, frame=(0, 0, 65_535, 65_535))).too_large
@@ -226,7 +226,7 @@ def test_the_first_frame_of_a_gif_may_be_larger_than_its_screen() -> None:
 # BMP
 
 
-def test_a_bmp_of_too_many_runs_is_refused() -> None:
+def test_a_bmp_of_too_many_runs_is_refused():
     assert is_accepted(hostile.bmp_of_runs(4000, 4000, 2_000_000))
     error = refusal(hostile.bmp_of_runs(4000, 4000, bmp.MAX_RUN_LENGTH_BYTES))
     assert error.too_large
@@ -235,14 +235,14 @@ def test_a_bmp_of_too_many_runs_is_refused() -> None:
 # TIFF
 
 
-def test_a_tiff_with_a_tile_much_larger_than_itself_is_refused() -> None:
+def test_a_tiff_with_a_tile_much_larger_than_itself_is_refused():
     error = refusal(hostile.tiff_of_one_tile(64, 64, 26_000))
     assert error.too_large
     assert error.violations[0].description == "is a TIFF whose tiles are much larger than the image"
     assert is_accepted(hostile.tiff_of_one_tile(64, 64, 1024))
 
 
-def test_tiles_that_reach_far_past_the_image_together_are_refused() -> None:
+def test_tiles_that_reach_far_past_the_image_together_are_refused():
     # Each has as many pixels as the image, and it takes 62 of them to cover it.
     tiles = {322: (LONG, 1, 16), 323: (LONG, 1, 62_500), 324: (LONG, 62, 0), 325: (LONG, 62, 0)}
     assert refusal(hostile.tiff(1000, 1000, tiles)).too_large
@@ -260,14 +260,14 @@ def test_tiles_that_reach_far_past_the_image_together_are_refused() -> None:
         ),
     ],
 )
-def test_a_tiff_of_too_many_parts_is_refused(what: str, file: bytes) -> None:
+def test_a_tiff_of_too_many_parts_is_refused(what: str, file: bytes):
     error = refusal(file)
     assert error.too_large
     assert what in error.violations[0].description
 
 
 @pytest.mark.parametrize("parent", [34665, 34853])
-def test_directories_within_a_tiff_are_looked_at_too(parent: int) -> None:
+def test_directories_within_a_tiff_are_looked_at_too(parent: int):
     inner = hostile.directory({1: (RATIONAL, 10**6, 8)})[8:]
     tags = {273: (LONG, 1, 0), 279: (LONG, 1, 0), parent: (LONG, 1, 8 + 2 + 12 * 8 + 4)}
     assert "numbers in its metadata" in refusal(hostile.tiff(8, 8, tags, data=inner)).violations[0].description
@@ -288,30 +288,30 @@ def test_directories_within_a_tiff_are_looked_at_too(parent: int) -> None:
         {273: (LONG, 1, 0), 277: (SHORT, 1, 7)},
     ],
 )
-def test_a_tiff_that_contradicts_itself_is_refused(tags: hostile.Tags) -> None:
+def test_a_tiff_that_contradicts_itself_is_refused(tags: hostile.Tags):
     assert not refusal(hostile.tiff(64, 64, tags)).too_large
 
 
-def test_a_tag_that_is_there_twice_is_refused() -> None:
+def test_a_tag_that_is_there_twice_is_refused():
     file = bytearray(hostile.tiff(64, 64, {273: (LONG, 1, 0)}))
     file[10 + 12 : 10 + 14] = file[10:12]
     assert not refusal(bytes(file)).too_large
 
 
 @pytest.mark.parametrize("compression", [6, 34925, 50000, 50001, 34676])
-def test_compressions_without_bounds_are_refused_by_number(compression: int) -> None:
+def test_compressions_without_bounds_are_refused_by_number(compression: int):
     error = refusal(hostile.tiff(64, 64, {273: (LONG, 1, 0)}, compression=compression))
     assert f"compression {compression}" in error.violations[0].description
 
 
-def test_scans_of_a_jpeg_within_a_tiff_are_counted() -> None:
+def test_scans_of_a_jpeg_within_a_tiff_are_counted():
     inner = hostile.progressive_jpeg(64, 64, 100)
     tags = {273: (LONG, 1, 8 + 2 + 12 * 7 + 4), 279: (LONG, 1, len(inner))}
     error = refusal(hostile.tiff(64, 64, tags, compression=7, data=inner))
     assert error.violations[0].description == "has more than 4 JPEG scans"
 
 
-def test_a_part_of_a_tiff_counts_as_memory() -> None:
+def test_a_part_of_a_tiff_counts_as_memory():
     rows = {273: (LONG, 1, 0), 278: (LONG, 1, 2000), 279: (LONG, 1, 0)}
     upright, turned = ({**rows, 274: (SHORT, 1, turn)} for turn in (1, 6))
     sizes = [
@@ -321,10 +321,10 @@ def test_a_part_of_a_tiff_counts_as_memory() -> None:
     assert sizes == [8 * 2000 * 2000, 9 * 2000 * 2000]
 
 
-def test_metadata_that_does_not_parse_says_nothing() -> None:
+def test_metadata_that_does_not_parse_says_nothing():
     for block in (b"", b"II", b"MM\0*\xff\xff\xff\xff", b"nothing of the kind", b"II*\0\x08\0\0\0\x05\0"):
         headers.check_exif(block)
 
 
-def test_a_tiff_with_pointers_of_64_bits_is_refused() -> None:
+def test_a_tiff_with_pointers_of_64_bits_is_refused():
     assert not refusal(b"II+\0\x08\0\0\0" + bytes(100)).too_large

@@ -38,12 +38,12 @@ def fault_of(picture: dict[str, Any]) -> str | None:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_odd_valid_pictures_have_the_pixels_that_other_decoders_give(kind: str) -> None:
+def test_odd_valid_pictures_have_the_pixels_that_other_decoders_give(kind: str):
     faults = {name: fault_of(picture) for name, picture in KINDS[kind].items()}
     assert {name: fault for name, fault in faults.items() if fault is not None} == {}
 
 
-def test_pictures_that_are_not_decoded_are_refused_by_what_they_are() -> None:
+def test_pictures_that_are_not_decoded_are_refused_by_what_they_are():
     found = {}
     for name, picture in REFUSED.items():
         with pytest.raises(ImageError) as caught:
@@ -53,6 +53,6 @@ def test_pictures_that_are_not_decoded_are_refused_by_what_they_are() -> None:
     assert found == {name: picture["reason"] for name, picture in REFUSED.items()}
 
 
-def test_the_table_says_how_each_picture_was_recorded() -> None:
+def test_the_table_says_how_each_picture_was_recorded():
     recorded = {picture["by"] for pictures in KINDS.values() for picture in pictures.values()}
     assert recorded == set(TABLE["by"])

@@ -64,18 +64,18 @@ def used(gib: float, idle_cache_gib: float = 0, **more: int) -> dict[str, object
     }
 
 
-def test_without_control_groups_it_is_what_the_machine_has_available(host: Host) -> None:
+def test_without_control_groups_it_is_what_the_machine_has_available(host: Host):
     assert host.available_gib() == 64
 
 
-def test_a_container_with_its_own_namespace_has_its_limit_less_what_it_uses(host: Host) -> None:
+def test_a_container_with_its_own_namespace_has_its_limit_less_what_it_uses(host: Host):
     host.mount("cgroup2")
     host.belongs_to("0::/")
     host.group("", memory_max=16 * GIB, **used(9, idle_cache_gib=1.5))
     assert host.available_gib() == 8.5
 
 
-def test_the_machine_may_have_less_than_the_limit_allows(tmp_path: Path) -> None:
+def test_the_machine_may_have_less_than_the_limit_allows(tmp_path: Path):
     host = Host(tmp_path, available_gib=3)
     host.mount("cgroup2")
     host.belongs_to("0::/")
@@ -83,14 +83,14 @@ def test_the_machine_may_have_less_than_the_limit_allows(tmp_path: Path) -> None
     assert host.available_gib() == 3
 
 
-def test_no_limit_is_none(host: Host) -> None:
+def test_no_limit_is_none(host: Host):
     host.mount("cgroup2")
     host.belongs_to("0::/system.slice/kestrel.service")
     host.group("system.slice/kestrel.service", memory_max="max", memory_high="max", **used(9))
     assert host.available_gib() == 64
 
 
-def test_the_tightest_of_all_ancestors_holds(host: Host) -> None:
+def test_the_tightest_of_all_ancestors_holds(host: Host):
     host.mount("cgroup2")
     host.belongs_to("0::/pods/pod1/main")
     host.group("pods", memory_max=40 * GIB, **used(39))
@@ -99,21 +99,21 @@ def test_the_tightest_of_all_ancestors_holds(host: Host) -> None:
     assert host.available_gib() == 1
 
 
-def test_a_group_that_would_be_throttled_is_as_limited_as_one_that_would_be_killed(host: Host) -> None:
+def test_a_group_that_would_be_throttled_is_as_limited_as_one_that_would_be_killed(host: Host):
     host.mount("cgroup2")
     host.belongs_to("0::/")
     host.group("", memory_max=16 * GIB, memory_high=12 * GIB, **used(9))
     assert host.available_gib() == 3
 
 
-def test_more_in_use_than_allowed_leaves_nothing(host: Host) -> None:
+def test_more_in_use_than_allowed_leaves_nothing(host: Host):
     host.mount("cgroup2")
     host.belongs_to("0::/")
     host.group("", memory_max=4 * GIB, **used(5))
     assert host.available_gib() == 0
 
 
-def test_version_1_has_its_own_names_and_its_own_way_to_say_no_limit(host: Host) -> None:
+def test_version_1_has_its_own_names_and_its_own_way_to_say_no_limit(host: Host):
     host.mount("cgroup", "memory", options="rw,memory")
     host.mount("cgroup", "cpu,cpuacct", options="rw,cpu,cpuacct")
     host.belongs_to("11:memory:/docker/abc", "4:cpu,cpuacct:/docker/abc", "1:name=systemd:/docker/abc")
@@ -126,7 +126,7 @@ def test_version_1_has_its_own_names_and_its_own_way_to_say_no_limit(host: Host)
     assert host.available_gib() == 9
 
 
-def test_version_1_without_a_namespace_shows_a_container_its_own_group_as_the_uppermost(host: Host) -> None:
+def test_version_1_without_a_namespace_shows_a_container_its_own_group_as_the_uppermost(host: Host):
     host.mount("cgroup", "memory", root="/docker/abc", options="rw,memory")
     host.belongs_to("11:memory:/docker/abc")
     stat = f"total_inactive_file 0\nhierarchical_memory_limit {10 * GIB}"  # of an ancestor that cannot be seen
@@ -134,7 +134,7 @@ def test_version_1_without_a_namespace_shows_a_container_its_own_group_as_the_up
     assert host.available_gib() == 1
 
 
-def test_both_versions_side_by_side_hold_both(host: Host) -> None:
+def test_both_versions_side_by_side_hold_both(host: Host):
     host.mount("cgroup2", "unified")
     host.mount("cgroup", "memory", options="rw,memory")
     host.belongs_to("11:memory:/a", "0::/b")
@@ -144,14 +144,14 @@ def test_both_versions_side_by_side_hold_both(host: Host) -> None:
 
 
 @pytest.mark.parametrize("path", ["/host/only/path", "/../elsewhere"])
-def test_a_path_that_is_not_visible_means_the_uppermost_group(host: Host, path: str) -> None:
+def test_a_path_that_is_not_visible_means_the_uppermost_group(host: Host, path: str):
     host.mount("cgroup2")
     host.belongs_to(f"0::{path}")
     host.group("", memory_max=16 * GIB, **used(9))
     assert host.available_gib() == 7
 
 
-def test_files_that_cannot_be_understood_limit_nothing(host: Host) -> None:
+def test_files_that_cannot_be_understood_limit_nothing(host: Host):
     host.mount("cgroup2")
     host.belongs_to("0::/")
     host.group("", memory_max="sixteen", memory_current="", memory_stat="nonsense\n1 2 3", cpu_max="")
@@ -159,14 +159,14 @@ def test_files_that_cannot_be_understood_limit_nothing(host: Host) -> None:
     assert available_processors(host.proc) == available_processors(host.proc / "nowhere")
 
 
-def test_a_machine_without_proc_gives_half_of_its_memory(tmp_path: Path) -> None:
+def test_a_machine_without_proc_gives_half_of_its_memory(tmp_path: Path):
     assert available_memory_bytes(tmp_path) > 0
 
 
 @pytest.mark.parametrize(
     ("quota", "processors"), [("100000 100000", 1), ("50000 100000", 1), ("1", None), ("max 100000", None)]
 )
-def test_processors_are_those_of_the_quota_rounded_up(host: Host, quota: str, processors: int | None) -> None:
+def test_processors_are_those_of_the_quota_rounded_up(host: Host, quota: str, processors: int | None):
     host.mount("cgroup2")
     host.belongs_to("0::/a/b")
     host.group("a", cpu_max=quota)
@@ -175,7 +175,7 @@ def test_processors_are_those_of_the_quota_rounded_up(host: Host, quota: str, pr
     assert available_processors(host.proc) == (unlimited if processors is None else processors)
 
 
-def test_a_quota_of_processor_time_need_not_be_whole(host: Host) -> None:
+def test_a_quota_of_processor_time_need_not_be_whole(host: Host):
     host.mount("cgroup2")
     host.belongs_to("0::/a")
     host.group("a", cpu_max="25000 100000")
@@ -184,7 +184,7 @@ def test_a_quota_of_processor_time_need_not_be_whole(host: Host) -> None:
 
 
 @pytest.mark.parametrize(("quota", "is_limited"), [("100000", True), ("-1", False)])
-def test_processors_by_version_1(host: Host, quota: str, is_limited: bool) -> None:
+def test_processors_by_version_1(host: Host, quota: str, is_limited: bool):
     host.mount("cgroup", "cpu,cpuacct", options="rw,cpu,cpuacct")
     host.belongs_to("4:cpu,cpuacct:/docker/abc")
     host.group("cpu,cpuacct/docker/abc", cpu_cfs_quota_us=quota, cpu_cfs_period_us="100000")
@@ -192,12 +192,12 @@ def test_processors_by_version_1(host: Host, quota: str, is_limited: bool) -> No
     assert available_processors(host.proc) == (1 if is_limited else unlimited)
 
 
-def test_this_very_machine_has_memory_and_processors() -> None:
+def test_this_very_machine_has_memory_and_processors():
     assert available_memory_bytes() > 2**20
     assert available_processors() >= 1
 
 
-def test_what_there_is_is_the_machines_memory_or_the_smallest_limit(host: Host) -> None:
+def test_what_there_is_is_the_machines_memory_or_the_smallest_limit(host: Host):
     host.write(host.proc / "meminfo", "MemTotal: 67108864 kB\nMemAvailable: 41943040 kB")
     assert total_memory_bytes(host.proc) == 64 * GIB
     host.mount("cgroup2")

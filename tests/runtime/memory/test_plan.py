@@ -1,7 +1,5 @@
 """How many pages the key-value cache gets, and how the rest of the memory is divided. No model, plain numbers."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import pytest
@@ -39,7 +37,7 @@ def num_pages(reading: MemoryReading, needs: MemoryNeeds = NEEDS, utilization: f
     return plan_memory(reading, needs, utilization)[0]
 
 
-def test_on_a_gpu_the_cache_gets_what_the_utilization_leaves_beside_all_else() -> None:
+def test_on_a_gpu_the_cache_gets_what_the_utilization_leaves_beside_all_else():
     used = 84_987_740_161 - 80_123_456_789
     rest = 0.9 * 84_987_740_161 - used - 1_234_567_891 - 2_345_678_917 - 345_678_919 - 268_435_456
     assert num_pages(A_GPU) == int(rest // 3_145_731) == 21435
@@ -49,12 +47,12 @@ def test_on_a_gpu_the_cache_gets_what_the_utilization_leaves_beside_all_else() -
     "term", ["activation_bytes", "graph_bytes", "image_bytes", "image_cache_bytes", "crop_cache_bytes"]
 )
 @pytest.mark.parametrize("reading", [A_GPU, A_HOST])
-def test_each_term_takes_its_bytes_from_the_cache(term: str, reading: MemoryReading) -> None:
+def test_each_term_takes_its_bytes_from_the_cache(term: str, reading: MemoryReading):
     more = replace(NEEDS, **{term: getattr(NEEDS, term) + 101 * NEEDS.page_bytes})
     assert num_pages(reading) - num_pages(reading, more) == 101
 
 
-def test_memory_that_neighbours_on_the_gpu_take_is_not_taken_twice() -> None:
+def test_memory_that_neighbours_on_the_gpu_take_is_not_taken_twice():
     beside_a_neighbour = replace(A_GPU, available_bytes=A_GPU.available_bytes - 1009 * NEEDS.page_bytes)
     assert num_pages(A_GPU) - num_pages(beside_a_neighbour) == 1009
     _, alone = plan_memory(A_GPU, NEEDS, 0.9)
@@ -63,7 +61,7 @@ def test_memory_that_neighbours_on_the_gpu_take_is_not_taken_twice() -> None:
     assert together.weight_bytes == alone.weight_bytes
 
 
-def test_the_utilization_of_a_gpu_counts_all_of_its_memory_and_that_of_a_host_what_is_available() -> None:
+def test_the_utilization_of_a_gpu_counts_all_of_its_memory_and_that_of_a_host_what_is_available():
     difference = num_pages(A_GPU, utilization=0.8) - num_pages(A_GPU, utilization=0.3)
     assert difference == pytest.approx(0.5 * A_GPU.total_bytes / NEEDS.page_bytes, abs=1)
     assert num_pages(A_HOST, utilization=1.0) - num_pages(A_HOST, utilization=0.7) == pytest.approx(
@@ -71,7 +69,7 @@ def test_the_utilization_of_a_gpu_counts_all_of_its_memory_and_that_of_a_host_wh
     )
 
 
-def test_a_gpu_may_be_filled_but_for_what_is_planned_for_other_things() -> None:
+def test_a_gpu_may_be_filled_but_for_what_is_planned_for_other_things():
     pages, plan = plan_memory(A_GPU, NEEDS, 1.0)
     assert 0 <= plan.free_bytes < NEEDS.page_bytes
     assert plan.cache_bytes == pages * NEEDS.page_bytes
@@ -79,7 +77,7 @@ def test_a_gpu_may_be_filled_but_for_what_is_planned_for_other_things() -> None:
 
 @pytest.mark.parametrize("utilization", [0.41, 0.9, 1.0])
 @pytest.mark.parametrize("reading", [A_GPU, A_HOST])
-def test_the_terms_of_a_plan_are_all_of_the_memory(utilization: float, reading: MemoryReading) -> None:
+def test_the_terms_of_a_plan_are_all_of_the_memory(utilization: float, reading: MemoryReading):
     small = replace(NEEDS, activation_bytes=1_234_567, graph_bytes=2_345_671)
     _, plan = plan_memory(reading, small, utilization)
     assert sum(num_bytes for _, num_bytes in plan.terms()) == plan.total_bytes == reading.total_bytes
@@ -87,7 +85,7 @@ def test_the_terms_of_a_plan_are_all_of_the_memory(utilization: float, reading: 
     assert (plan.utilization, plan.margin_bytes) == (utilization, MARGIN_BYTES) == (utilization, 256 * MIB)
 
 
-def test_the_table_has_a_line_for_every_term_and_the_total() -> None:
+def test_the_table_has_a_line_for_every_term_and_the_total():
     _, plan = plan_memory(A_GPU, NEEDS, 0.9)
     lines = plan.table().splitlines()
     assert len(lines) == len(plan.terms()) + 1
@@ -96,14 +94,14 @@ def test_the_table_has_a_line_for_every_term_and_the_total() -> None:
     assert lines[-1].split() == ["total", "79.15", "GiB"]
 
 
-def test_beside_a_cpu_the_cache_gets_no_more_than_a_full_batch_needs() -> None:
+def test_beside_a_cpu_the_cache_gets_no_more_than_a_full_batch_needs():
     assert num_pages(A_HOST, replace(NEEDS, batch_pages=613)) == 613
     assert num_pages(A_GPU, replace(NEEDS, batch_pages=613)) > 613
     # A page for each of a few short requests could not hold one with an image.
     assert num_pages(A_HOST, replace(NEEDS, batch_pages=3)) == 47
 
 
-def test_a_pod_of_sixteen_gibibytes_keeps_moondream_2_within_them() -> None:
+def test_a_pod_of_sixteen_gibibytes_keeps_moondream_2_within_them():
     # Moondream 2 in float32: 7.7 GB of weights, 6.3 MB a page, 0.9 GB of activations, 0.7 GB of images.
     needs = MemoryNeeds(2 * 24 * 16 * 2048 * 4, 47, 16 * 128, 857_000_000, 0, 716_000_000)
     available = 16 * GIB - 7_700_000_000
@@ -122,7 +120,7 @@ def test_a_pod_of_sixteen_gibibytes_keeps_moondream_2_within_them() -> None:
         ("image_bytes", "images", "--max-decoded-image-bytes"),
     ],
 )
-def test_a_start_without_room_is_refused_by_the_name_of_what_takes_most(term: str, name: str, advice: str) -> None:
+def test_a_start_without_room_is_refused_by_the_name_of_what_takes_most(term: str, name: str, advice: str):
     needs = replace(NEEDS, **{term: 76 * GIB})
     with pytest.raises(CheckpointError) as caught:
         plan_memory(A_GPU, needs, 0.9)
@@ -133,7 +131,7 @@ def test_a_start_without_room_is_refused_by_the_name_of_what_takes_most(term: st
     assert f"{name} 76.00 GiB" in message
 
 
-def test_weights_neighbours_and_a_small_utilization_are_named_too() -> None:
+def test_weights_neighbours_and_a_small_utilization_are_named_too():
     for reading, utilization, name in (
         (replace(A_GPU, available_bytes=9 * GIB, weight_bytes=60 * GIB), 0.9, "weights"),
         (replace(A_GPU, available_bytes=9 * GIB, weight_bytes=3 * GIB), 0.9, "other processes"),
@@ -144,7 +142,7 @@ def test_weights_neighbours_and_a_small_utilization_are_named_too() -> None:
             plan_memory(reading, NEEDS, utilization)
 
 
-def test_the_least_pages_suffice_and_one_less_does_not() -> None:
+def test_the_least_pages_suffice_and_one_less_does_not():
     beside = sum((NEEDS.activation_bytes, NEEDS.graph_bytes, NEEDS.image_bytes, MARGIN_BYTES))
     just_enough = replace(A_GPU, available_bytes=beside + 47 * NEEDS.page_bytes)
     assert num_pages(just_enough, utilization=1.0) == 47
@@ -152,7 +150,7 @@ def test_the_least_pages_suffice_and_one_less_does_not() -> None:
         num_pages(replace(just_enough, available_bytes=just_enough.available_bytes - 1), utilization=1.0)
 
 
-def test_pages_asked_for_are_taken_whatever_the_plan_would_be_but_not_fewer_than_the_least() -> None:
+def test_pages_asked_for_are_taken_whatever_the_plan_would_be_but_not_fewer_than_the_least():
     crowded = replace(A_GPU, available_bytes=GIB)
     pages, plan = plan_memory(crowded, NEEDS, 0.9, num_pages=512)
     assert pages == 512
@@ -161,7 +159,7 @@ def test_pages_asked_for_are_taken_whatever_the_plan_would_be_but_not_fewer_than
         plan_memory(A_GPU, NEEDS, 0.9, num_pages=46)
 
 
-def test_a_gpu_is_read_once_torch_has_given_back_what_it_only_keeps(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_gpu_is_read_once_torch_has_given_back_what_it_only_keeps(monkeypatch: pytest.MonkeyPatch):
     reserved = [7_000_003]
     monkeypatch.setattr(torch.cuda, "empty_cache", lambda: reserved.__setitem__(0, 5_000_011))
     monkeypatch.setattr(torch.cuda, "memory_reserved", lambda _: reserved[0])
@@ -176,7 +174,7 @@ def test_a_gpu_is_read_once_torch_has_given_back_what_it_only_keeps(monkeypatch:
 )
 def test_a_limit_takes_what_is_beyond_it_from_a_gpu(
     limit: int, total: int, available: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+):
     monkeypatch.setattr(torch.cuda, "empty_cache", lambda: None)
     monkeypatch.setattr(torch.cuda, "memory_reserved", lambda _: 9)
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda _: (85, 100))
@@ -185,7 +183,7 @@ def test_a_limit_takes_what_is_beyond_it_from_a_gpu(
     assert reading.usable_bytes(0.5) == pytest.approx(0.5 * total - (total - available))
 
 
-def test_weights_on_the_host_that_count_as_available_are_not_taken_twice(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_weights_on_the_host_that_count_as_available_are_not_taken_twice(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(memory_plan, "total_memory_bytes", lambda: 1_000_003)
     monkeypatch.setattr(memory_plan, "available_memory_bytes", lambda: 900_001)
     assert MemoryReading.of(torch.device("cpu"), 50_021).weight_bytes == 50_021
@@ -204,5 +202,5 @@ def test_weights_on_the_host_that_count_as_available_are_not_taken_twice(monkeyp
 )
 def test_encoded_crops_get_the_bytes_of_a_whole_number(
     configured: int | None, available: int, crops: int, *, is_host: bool
-) -> None:
+):
     assert crop_cache_bytes(configured, 1_679_616, available, is_host=is_host) == crops * 1_679_616

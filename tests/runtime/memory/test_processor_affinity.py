@@ -1,7 +1,5 @@
 """A process on a host with several NUMA nodes runs near its GPU."""
 
-from __future__ import annotations
-
 import logging
 import os
 import subprocess
@@ -38,22 +36,22 @@ def pci_devices(tmp_path: Path) -> Path:
         ("ffff,ffffffff", set()),
     ],
 )
-def test_a_list_of_processors_is_read_as_the_kernel_writes_it(text: str, expected: set[int]) -> None:
+def test_a_list_of_processors_is_read_as_the_kernel_writes_it(text: str, expected: set[int]):
     assert processors_in(text) == expected
     assert processors_in(cpulist(expected)) == expected
 
 
-def test_a_list_of_processors_is_written_with_ranges() -> None:
+def test_a_list_of_processors_is_written_with_ranges():
     assert cpulist({3, 1, 2, 8, 10, 11}) == "1-3,8,10-11"
 
 
-def test_a_gpu_of_one_socket_has_the_processors_of_that_socket(pci_devices: Path) -> None:
+def test_a_gpu_of_one_socket_has_the_processors_of_that_socket(pci_devices: Path):
     first = {*range(8), *range(16, 24)}
     assert near_processors(GPU, range(32), pci_devices) == first
     assert near_processors("0000:9a:00.0", range(32), pci_devices) == set(range(32)) - first
 
 
-def test_a_container_binds_within_the_processors_that_it_may_use(pci_devices: Path) -> None:
+def test_a_container_binds_within_the_processors_that_it_may_use(pci_devices: Path):
     assert near_processors(GPU, {4, 5, 6, 7, 8, 9, 10, 11}, pci_devices) == {4, 5, 6, 7}
 
 
@@ -65,25 +63,25 @@ def test_a_container_binds_within_the_processors_that_it_may_use(pci_devices: Pa
         pytest.param({7, 8, 9, 10}, id="one is near, which is not enough for an engine"),
     ],
 )
-def test_processors_are_left_as_they_are_where_binding_would_not_help(allowed: set[int], pci_devices: Path) -> None:
+def test_processors_are_left_as_they_are_where_binding_would_not_help(allowed: set[int], pci_devices: Path):
     assert near_processors(GPU, allowed, pci_devices) is None
 
 
-def test_processors_are_left_as_they_are_where_sysfs_says_nothing(pci_devices: Path) -> None:
+def test_processors_are_left_as_they_are_where_sysfs_says_nothing(pci_devices: Path):
     assert near_processors("0000:ff:00.0", range(32), pci_devices) is None
     assert near_processors(GPU, range(32), pci_devices / "missing") is None
     (pci_devices / GPU / "local_cpulist").write_text("\n")
     assert near_processors(GPU, range(32), pci_devices) is None
 
 
-def test_a_host_with_one_node_lists_all_its_processors_for_each_device(pci_devices: Path) -> None:
+def test_a_host_with_one_node_lists_all_its_processors_for_each_device(pci_devices: Path):
     (pci_devices / GPU / "local_cpulist").write_text("0-31\n")
     assert near_processors(GPU, range(32), pci_devices) is None
 
 
 def test_every_thread_is_bound_and_the_log_says_where(
     pci_devices: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
+):
     bound: dict[int, frozenset[int]] = {}
 
     def bind(thread: int, processors: frozenset[int]) -> None:
@@ -104,7 +102,7 @@ def test_every_thread_is_bound_and_the_log_says_where(
 
 def test_nothing_happens_without_a_gpu_or_without_a_better_place(
     pci_devices: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
+):
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: {0, 1}, raising=False)
     monkeypatch.setattr(os, "sched_setaffinity", lambda *_: pytest.fail("bound"), raising=False)
     with caplog.at_level(logging.INFO):
@@ -132,7 +130,7 @@ ends.set()
 """
 
 
-def test_threads_that_exist_and_those_that_come_are_bound_for_real(tmp_path: Path) -> None:
+def test_threads_that_exist_and_those_that_come_are_bound_for_real(tmp_path: Path):
     allowed = os.sched_getaffinity(0)
     if len(allowed) < 2:
         pytest.skip("this process may use one processor only")

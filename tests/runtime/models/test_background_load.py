@@ -1,7 +1,5 @@
 """Loading beside the imports of a process."""
 
-from __future__ import annotations
-
 import threading
 from collections.abc import Callable
 from pathlib import Path
@@ -17,20 +15,20 @@ from kestrel_runtime.models.family import LoadedWeights
 from kestrel_runtime.models.moondream.family import MoondreamFamily
 
 
-def test_the_model_is_that_of_the_configuration() -> None:
+def test_the_model_is_that_of_the_configuration():
     loaded = BackgroundLoad(EngineConfig(model="moondream-nano", device="cpu")).result()
     assert loaded.checkpoint.name == "moondream-nano"
     assert loaded.model.device.type == "cpu"
 
 
-def test_a_checkpoint_that_is_not_there_is_reported_where_the_model_is_taken(tmp_path: Path) -> None:
+def test_a_checkpoint_that_is_not_there_is_reported_where_the_model_is_taken(tmp_path: Path):
     loading = BackgroundLoad(EngineConfig(model=str(tmp_path), device="cpu"))
     for _ in range(2):
         with pytest.raises(CheckpointError, match="holds no weights"):
             loading.result()
 
 
-def test_files_that_cannot_be_read_ahead_are_left_to_those_who_read_them(tmp_path: Path) -> None:
+def test_files_that_cannot_be_read_ahead_are_left_to_those_who_read_them(tmp_path: Path):
     (tmp_path / "there").write_bytes(bytes(7))
     read_ahead([tmp_path / "there", tmp_path / "missing", tmp_path])
 
@@ -50,14 +48,14 @@ def _family_that_prepares(monkeypatch: pytest.MonkeyPatch, prepare: Callable[[],
     monkeypatch.setattr(loaded_model, "family_of", lambda checkpoint: Family())
 
 
-def test_who_waits_for_the_model_prepares_meanwhile(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_who_waits_for_the_model_prepares_meanwhile(monkeypatch: pytest.MonkeyPatch):
     threads: list[int] = []
     _family_that_prepares(monkeypatch, lambda: threads.append(threading.get_ident()))
     BackgroundLoad(EngineConfig(model="moondream-nano", device="cpu")).result()
     assert threads == [threading.get_ident()]
 
 
-def test_what_cannot_be_prepared_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_cannot_be_prepared_is_reported(monkeypatch: pytest.MonkeyPatch):
     def fail() -> None:
         raise CheckpointError("no such kernels")
 

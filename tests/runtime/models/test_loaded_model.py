@@ -1,7 +1,5 @@
 """Facts about the device of an engine."""
 
-from __future__ import annotations
-
 from types import SimpleNamespace
 
 import pytest
@@ -21,19 +19,19 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
 
 
 @pytest.mark.parametrize("device", ["cuda", "auto"])
-def test_the_address_of_a_gpu_is_written_as_linux_writes_it(device: str, gpu: SimpleNamespace) -> None:
+def test_the_address_of_a_gpu_is_written_as_linux_writes_it(device: str, gpu: SimpleNamespace):
     assert pci_address(EngineConfig(model="", device=device)) == "10000:1b:00.0"
     gpu.pci_domain_id = 0
     assert pci_address(EngineConfig(model="", device=device)) == "0000:1b:00.0"
 
 
-def test_an_engine_on_the_host_has_no_address_on_the_bus(gpu: SimpleNamespace) -> None:
+def test_an_engine_on_the_host_has_no_address_on_the_bus(gpu: SimpleNamespace):
     assert pci_address(EngineConfig(model="", device="cpu")) is None
 
 
 def test_without_a_gpu_or_where_torch_does_not_tell_there_is_no_address(
     gpu: SimpleNamespace, monkeypatch: pytest.MonkeyPatch
-) -> None:
+):
     del gpu.pci_domain_id
     assert pci_address(EngineConfig(model="", device="cuda")) is None
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)

@@ -10,8 +10,6 @@ pages, entries or the memory of its pixels, never finishes.
 `KESTREL_GRPC_CACHE_OPERATIONS` sets how many operations are tried.
 """
 
-from __future__ import annotations
-
 import itertools
 import os
 from collections import Counter, deque

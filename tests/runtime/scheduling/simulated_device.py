@@ -5,8 +5,6 @@ content that was written last. A step checks everything that it reads, so a page
 new owner too early, or one that is shared wrongly, shows as a wrong read.
 """
 
-from __future__ import annotations
-
 from collections import deque
 from dataclasses import dataclass, field
 from random import Random

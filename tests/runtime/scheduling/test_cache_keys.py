@@ -1,7 +1,5 @@
 """Equal content has equal keys; whatever changes a result changes all keys behind it."""
 
-from __future__ import annotations
-
 import itertools
 from dataclasses import fields, replace
 from typing import Any

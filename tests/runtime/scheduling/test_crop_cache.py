@@ -1,7 +1,5 @@
 """Crops are found by their namespace and pixels, places are reused, and nothing waits for the pool."""
 
-from __future__ import annotations
-
 from kestrel_runtime.scheduling.crop_cache import CropCache, CropKey, LateKey
 from kestrel_runtime.scheduling.page_manager import StepId
 

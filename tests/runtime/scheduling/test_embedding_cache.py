@@ -1,7 +1,5 @@
 """Entries belong to one image each, and only what a completed step has encoded is found."""
 
-from __future__ import annotations
-
 import itertools
 from random import Random
 

@@ -1,8 +1,6 @@
 """Shared pages: what is found, what is copied, what may be reused when. `test_scheduler_on_a_device` has the random
 schedules."""
 
-from __future__ import annotations
-
 import hashlib
 
 import pytest

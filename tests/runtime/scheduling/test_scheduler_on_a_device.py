@@ -5,8 +5,6 @@ A prefill step waits for exactly the decode steps in `Batch.after`, a decode ste
 `Batch.depends_on`. Each mutation makes one mistake, and the schedules (`schedules`) find it.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

@@ -1,14 +1,12 @@
 """How near answers are to those of a reference."""
 
-from __future__ import annotations
-
 import pytest
 
 from kestrel_runtime.api.events import Location, PointOutput
 from kestrel_runtime.verify.answers import Agreement, answer_differs, answer_of
 
 
-def test_scores_are_compared_where_they_are_expected() -> None:
+def test_scores_are_compared_where_they_are_expected():
     found = answer_of(PointOutput((Location(0.25, 0.5), Location(0.5, 0.5)), (0.5, 0.0021)))
     assert found["scores"] == [0.5, 0.0021]
     places = {"points": found["points"]}
@@ -20,7 +18,7 @@ def test_scores_are_compared_where_they_are_expected() -> None:
     assert answer_differs(places, {**places, "scores": [0.5, 0.0021]}) is not None
 
 
-def test_distances_and_overlaps_are_those_of_the_nearest_results() -> None:
+def test_distances_and_overlaps_are_those_of_the_nearest_results():
     box = {"x_min": 0.0, "y_min": 0.0, "x_max": 0.5, "y_max": 0.5}
     half = {**box, "x_max": 0.25}
     near = Agreement.of(

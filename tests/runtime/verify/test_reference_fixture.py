@@ -1,7 +1,5 @@
 """A reference fixture of any family: its tensors are the family's to compare, its answers are compared here."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 
@@ -56,22 +54,22 @@ def run(folder: Path, dtype: str = "float32") -> list[str]:
     return lines
 
 
-def test_every_answer_is_compared(folder: Path) -> None:
+def test_every_answer_is_compared(folder: Path):
     assert [line.startswith("ok      no image query(question=") for line in run(folder)] == [True, True]
 
 
-def test_a_wrong_answer_is_named(folder: Path) -> None:
+def test_a_wrong_answer_is_named(folder: Path):
     expected = json.loads((folder / "expected.json").read_text())
     expected["text_only"][1]["expect"]["answer"] += "!"
     (folder / "expected.json").write_text(json.dumps(expected))
     assert [line.partition(" ")[0] for line in run(folder)] == ["ok", "FAILED"]
 
 
-def test_answers_of_a_shorter_type_are_not_compared(folder: Path) -> None:
+def test_answers_of_a_shorter_type_are_not_compared(folder: Path):
     assert run(folder, "bfloat16") == []
 
 
-def test_a_request_that_is_refused_fails_its_case(folder: Path) -> None:
+def test_a_request_that_is_refused_fails_its_case(folder: Path):
     expected = json.loads((folder / "expected.json").read_text())
     expected["text_only"][0]["args"]["question"] = "word " * 200
     (folder / "expected.json").write_text(json.dumps(expected))
@@ -83,7 +81,7 @@ def test_a_request_that_is_refused_fails_its_case(folder: Path) -> None:
 
 def test_the_family_compares_tensors_with_requests_prepared_as_the_engine_does(
     folder: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+):
     def tensor_cases(fixture, prepare):
         sequence = prepare(Query("hello"))
         yield Case("prompt", None if sequence.num_prompt_tokens > 1 else "empty")
@@ -94,6 +92,6 @@ def test_the_family_compares_tensors_with_requests_prepared_as_the_engine_does(
     assert run(folder) == ["ok      prompt", "FAILED  first: too far"]
 
 
-def test_a_folder_without_answers_is_refused(tmp_path: Path) -> None:
+def test_a_folder_without_answers_is_refused(tmp_path: Path):
     with pytest.raises(CheckpointError, match=r"no reference fixture: expected\.json is missing"):
         ReferenceFixture(tmp_path, EngineConfig())

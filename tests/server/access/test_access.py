@@ -286,7 +286,7 @@ async def test_a_token_that_loses_its_scope_ends_its_streams(path):
         assert reason_of(caught.value) == "SCOPE_REQUIRED"
 
 
-async def test_a_token_is_refused_from_the_time_at_which_it_expires(path: Path) -> None:
+async def test_a_token_is_refused_from_the_time_at_which_it_expires(path: Path):
     now = [datetime(2027, 1, 30, 23, 59, 59, tzinfo=UTC)]
     write_tokens(path, ["alice"], ", expires = 2027-01-31")
     access = TokenAccess(path, clock=lambda: now[0])
@@ -311,9 +311,7 @@ async def test_a_token_is_refused_from_the_time_at_which_it_expires(path: Path) 
         (["alice", "bob", "operator"], "tokens: changed alice, bob, operator"),
     ],
 )
-async def test_a_reload_logs_the_names_of_what_has_changed(
-    path: Path, caplog: Any, lines: Any, logged: str
-) -> None:
+async def test_a_reload_logs_the_names_of_what_has_changed(path: Path, caplog: Any, lines: Any, logged: str):
     caplog.set_level("INFO")
     access = TokenAccess(path)
     access.read_again()
@@ -325,7 +323,7 @@ async def test_a_reload_logs_the_names_of_what_has_changed(
     assert "new alice" not in caplog.text
 
 
-async def test_a_log_of_many_changes_is_short(path: Path, caplog: Any) -> None:
+async def test_a_log_of_many_changes_is_short(path: Path, caplog: Any):
     caplog.set_level("INFO")
     access = TokenAccess(path)
     lines = (line_for(f"t{number}", f"s{number}", frozenset((Scope.INFER,))) for number in range(100))

@@ -1,7 +1,5 @@
 """Tokens are added and removed, and every other line stays as it was."""
 
-from __future__ import annotations
-
 import os
 import stat
 import threading
@@ -46,7 +44,7 @@ def path(tmp_path: Path) -> Path:
 
 
 @pytest.mark.parametrize("text", [BOTH, BOTH.rstrip(), TABLES, BOTH.replace("\n", "\r\n"), "# none yet\n", ""])
-def test_a_token_is_added_and_the_rest_stays_as_it_was(path: Path, text: str) -> None:
+def test_a_token_is_added_and_the_rest_stays_as_it_was(path: Path, text: str):
     path.write_bytes(text.encode())
     before = names(path) if "sha256" in text else []
     add_token(path, "carol", new("carol"))
@@ -67,20 +65,20 @@ def test_a_token_is_added_and_the_rest_stays_as_it_was(path: Path, text: str) ->
     ],
     ids=["lines", "tables", "dotted", "several lines", "similar names"],
 )
-def test_a_token_is_removed_and_the_rest_stays_as_it_was(path: Path, text: str, left: str) -> None:
+def test_a_token_is_removed_and_the_rest_stays_as_it_was(path: Path, text: str, left: str):
     path.write_text(text)
     remove_token(path, "alice")
     assert path.read_text() == left
     assert "alice" not in names(path)
 
 
-def test_a_file_that_is_missing_is_made_for_its_owner_alone(path: Path) -> None:
+def test_a_file_that_is_missing_is_made_for_its_owner_alone(path: Path):
     assert add_token(path, "alice", new("alice")) is None
     assert stat.S_IMODE(path.stat().st_mode) == 0o600
     assert names(path) == ["alice"]
 
 
-def test_a_file_that_others_could_read_is_closed_and_its_former_mode_is_returned(path: Path) -> None:
+def test_a_file_that_others_could_read_is_closed_and_its_former_mode_is_returned(path: Path):
     path.write_text(BOTH)
     path.chmod(0o644)
     assert add_token(path, "carol", new("carol")) == 0o644
@@ -88,7 +86,7 @@ def test_a_file_that_others_could_read_is_closed_and_its_former_mode_is_returned
     assert remove_token(path, "carol") is None
 
 
-def test_a_link_stays_a_link(path: Path, tmp_path: Path) -> None:
+def test_a_link_stays_a_link(path: Path, tmp_path: Path):
     (tmp_path / "real.toml").write_text(BOTH)
     path.symlink_to("real.toml")
     remove_token(path, "bob")
@@ -105,7 +103,7 @@ def test_a_link_stays_a_link(path: Path, tmp_path: Path) -> None:
         (None, "No such file"),
     ],
 )
-def test_a_file_that_cannot_be_changed_stays_as_it_was(path: Path, text: str | None, problem: str) -> None:
+def test_a_file_that_cannot_be_changed_stays_as_it_was(path: Path, text: str | None, problem: str):
     if text is None:
         path = path / "missing" / "tokens.toml"
     else:
@@ -119,14 +117,14 @@ def test_a_file_that_cannot_be_changed_stays_as_it_was(path: Path, text: str | N
     ("name", "problem"),
     [("alise", "has no token named alise; did you mean alice"), ("alice", "alice is its only token")],
 )
-def test_a_token_that_cannot_be_removed_is_named(path: Path, name: str, problem: str) -> None:
+def test_a_token_that_cannot_be_removed_is_named(path: Path, name: str, problem: str):
     path.write_text(new("alice"))
     with pytest.raises(TokenFileError, match=problem):
         remove_token(path, name)
     assert path.read_text() == new("alice")
 
 
-def test_no_token_is_lost_when_several_are_added_at_the_same_time(path: Path) -> None:
+def test_no_token_is_lost_when_several_are_added_at_the_same_time(path: Path):
     threads = [threading.Thread(target=add_token, args=(path, f"t{i}", new(f"t{i}"))) for i in range(8)]
     for thread in threads:
         thread.start()

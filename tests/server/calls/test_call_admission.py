@@ -1,7 +1,5 @@
 """Calls of a frontend that is none of ours: it has no transport, and needs no rules of its own."""
 
-from __future__ import annotations
-
 import asyncio
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
@@ -95,7 +93,7 @@ async def frontend(engine: FakeEngine | None = None, **options: Any) -> AsyncIte
     await plain.groups.ended()
 
 
-async def test_an_answer_passes_and_is_recorded() -> None:
+async def test_an_answer_passes_and_is_recorded():
     sink = Sink()
     async with frontend() as plain:
         assert await plain.query(a_question, sink.write, (("x-request-id", "abc"),)) is None
@@ -117,7 +115,7 @@ def tokens(tmp_path: Path) -> str:
     ("headers", "reason", "http_status"),
     [((), "TOKEN_INVALID", 401), ((("authorization", "Bearer b"),), "SCOPE_REQUIRED", 403)],
 )
-async def test_a_caller_without_a_fitting_token_is_refused(tokens, headers, reason, http_status) -> None:
+async def test_a_caller_without_a_fitting_token_is_refused(tokens, headers, reason, http_status):
     engine = FakeEngine()
     async with frontend(engine, tokens=tokens) as plain:
         failure = await plain.query(a_question, Sink().write, headers)
@@ -126,7 +124,7 @@ async def test_a_caller_without_a_fitting_token_is_refused(tokens, headers, reas
     assert engine.requests == []
 
 
-async def test_the_name_on_the_token_and_the_deadline_reach_the_engine(tokens) -> None:
+async def test_the_name_on_the_token_and_the_deadline_reach_the_engine(tokens):
     engine = FakeEngine()
     async with frontend(engine, tokens=tokens) as plain:
         await plain.query(a_question, Sink().write, (("authorization", "Bearer a"),), 30.0)
@@ -135,7 +133,7 @@ async def test_the_name_on_the_token_and_the_deadline_reach_the_engine(tokens) -
     assert 25 < engine.deadlines_s[0] <= 30
 
 
-async def test_an_error_of_the_engine_becomes_its_failure_and_is_recorded() -> None:
+async def test_an_error_of_the_engine_becomes_its_failure_and_is_recorded():
     async with frontend(FakeEngine(fails(EngineUnavailable("gone")))) as plain:
         failure = await plain.query(a_question, Sink().write)
     assert failure is not None
@@ -143,7 +141,7 @@ async def test_an_error_of_the_engine_becomes_its_failure_and_is_recorded() -> N
     assert [outcome for _, outcome in plain.ended] == [Outcome("UNAVAILABLE", "ENGINE_UNAVAILABLE")]
 
 
-async def test_a_bug_is_internal_and_its_text_is_for_the_log_alone(caplog: pytest.LogCaptureFixture) -> None:
+async def test_a_bug_is_internal_and_its_text_is_for_the_log_alone(caplog: pytest.LogCaptureFixture):
     def breaks(request: Request) -> list[object]:
         raise RuntimeError(SECRET)
 
@@ -155,14 +153,14 @@ async def test_a_bug_is_internal_and_its_text_is_for_the_log_alone(caplog: pytes
     assert SECRET in caplog.text
 
 
-async def test_a_message_that_does_not_come_ends_its_call() -> None:
+async def test_a_message_that_does_not_come_ends_its_call():
     async with frontend(receive_timeout=0.02) as plain:
         failure = await plain.query(never, Sink().write)
     assert failure is not None
     assert (failure.reason, failure.http_status) == ("MESSAGE_TIMEOUT", 408)
 
 
-async def test_a_reader_that_takes_nothing_ends_its_call() -> None:
+async def test_a_reader_that_takes_nothing_ends_its_call():
     async def full(event: object) -> None:
         await asyncio.Event().wait()
 
@@ -174,7 +172,7 @@ async def test_a_reader_that_takes_nothing_ends_its_call() -> None:
         await engine.is_idle.wait()
 
 
-async def test_a_cancelled_call_cancels_its_request_and_is_recorded_as_cancelled() -> None:
+async def test_a_cancelled_call_cancels_its_request_and_is_recorded_as_cancelled():
     engine = FakeEngine(lambda request: [Started(Usage(1, 0)), HOLD])
     async with frontend(engine) as plain:
         call = asyncio.create_task(plain.query(a_question, Sink().write))
@@ -187,7 +185,7 @@ async def test_a_cancelled_call_cancels_its_request_and_is_recorded_as_cancelled
     assert [outcome.code for _, outcome in plain.ended] == ["CANCELLED"]
 
 
-async def test_after_the_groups_are_closed_no_message_is_received() -> None:
+async def test_after_the_groups_are_closed_no_message_is_received():
     async with frontend() as plain:
         plain.groups.close()
         failure = await plain.query(a_question, Sink().write)
@@ -195,7 +193,7 @@ async def test_after_the_groups_are_closed_no_message_is_received() -> None:
     assert failure.http_status == 503
 
 
-async def test_an_image_that_may_not_be_fetched_is_the_callers_fault() -> None:
+async def test_an_image_that_may_not_be_fetched_is_the_callers_fault():
     async with frontend() as plain:
         failure = await plain.query(a_question, Sink().write, uri="https://example.com/a.png")
     assert failure is not None
@@ -212,7 +210,7 @@ async def longer_than_the_limit() -> None:
     await passed.wait()
 
 
-async def test_a_write_that_the_client_does_not_read_is_abandoned() -> None:
+async def test_a_write_that_the_client_does_not_read_is_abandoned():
     async def write() -> None:
         call = Interruptible()
         with call, ReaderWatch(LIMIT_S, call.interrupt) as reader:
@@ -224,7 +222,7 @@ async def test_a_write_that_the_client_does_not_read_is_abandoned() -> None:
     assert caught.value.limit_s == LIMIT_S
 
 
-async def test_a_stream_may_have_nothing_to_say_for_any_time() -> None:
+async def test_a_stream_may_have_nothing_to_say_for_any_time():
     call = Interruptible()
     with call, ReaderWatch(LIMIT_S, call.interrupt) as reader:
         for _ in range(3):
@@ -233,7 +231,7 @@ async def test_a_stream_may_have_nothing_to_say_for_any_time() -> None:
         await longer_than_the_limit()
 
 
-async def test_a_watch_whose_write_was_given_up_interrupts_nothing_later() -> None:
+async def test_a_watch_whose_write_was_given_up_interrupts_nothing_later():
     interrupted: list[StreamIdle] = []
     with ReaderWatch(LIMIT_S, interrupted.append) as reader:
         write = asyncio.ensure_future(reader.wait_for(asyncio.Event().wait()))
@@ -243,7 +241,7 @@ async def test_a_watch_whose_write_was_given_up_interrupts_nothing_later() -> No
     assert interrupted == []
 
 
-async def test_connections_of_streams_that_only_wait_count_as_idle() -> None:
+async def test_connections_of_streams_that_only_wait_count_as_idle():
     groups = PlainFrontend(FakeEngine(), ServerConfig()).groups
     waiting = (groups.streams, groups.health_watches())
     for port, group in enumerate((groups.inference, groups.images, groups.operations, *waiting)):

@@ -1,7 +1,5 @@
 """What a call knows of itself: its name and its time; and how others end it."""
 
-from __future__ import annotations
-
 import asyncio
 
 import pytest

@@ -1,7 +1,5 @@
 """The address of a call's caller, from its connection and from what trusted proxies say."""
 
-from __future__ import annotations
-
 import pytest
 
 from kestrel_grpc.calls.call_context import CallContext

@@ -1,7 +1,5 @@
 """Every line of the table, over the wire."""
 
-from __future__ import annotations
-
 import importlib
 import pkgutil
 from collections.abc import Iterator
@@ -100,7 +98,7 @@ async def failure(engine: FakeEngine, *, streaming: bool = False, **fields: Any)
 )
 async def test_each_error_has_its_status_its_reason_and_its_details(
     error: KestrelError, code: Code, reason: str, details: set[str], streaming: bool
-) -> None:
+):
     status = await failure(FakeEngine(fails(error)), streaming=streaming)
     assert status.code() is code
     assert reason_of(status) == reason
@@ -108,14 +106,14 @@ async def test_each_error_has_its_status_its_reason_and_its_details(
     assert SECRET not in str(status)
 
 
-async def test_every_error_names_the_request() -> None:
+async def test_every_error_names_the_request():
     status = await failure(FakeEngine(fails(DeadlineExceeded("late"))))
     info: Any = details_of(status)["ErrorInfo"]
     trailers = dict(status.trailing_metadata() or ())
     assert info.metadata["requestId"] == trailers["x-request-id"] != ""
 
 
-async def test_bad_request_lists_every_violation_up_to_twenty() -> None:
+async def test_bad_request_lists_every_violation_up_to_twenty():
     violations = tuple(Violation(f"spatial_refs[{index}].point.x", "must be from 0 to 1") for index in range(100))
     status = await failure(FakeEngine(fails(InvalidRequest(violations))))
     bad: Any = details_of(status)["BadRequest"]
@@ -126,7 +124,7 @@ async def test_bad_request_lists_every_violation_up_to_twenty() -> None:
     assert (status.details() or "").endswith("and 80 more")
 
 
-async def test_full_queue_says_when_to_come_back() -> None:
+async def test_full_queue_says_when_to_come_back():
     status = await failure(FakeEngine(max_queued_requests=0))
     retry: Any = details_of(status)["RetryInfo"]
     quota: Any = details_of(status)["QuotaFailure"]
@@ -134,18 +132,18 @@ async def test_full_queue_says_when_to_come_back() -> None:
     assert quota.violations[0].subject == "queue"
 
 
-async def test_queue_timeout_asks_retrying_clients_to_wait() -> None:
+async def test_queue_timeout_asks_retrying_clients_to_wait():
     status = await failure(FakeEngine(fails(QueueTimeout(1.5))))
     assert dict(status.trailing_metadata() or ())["grpc-retry-pushback-ms"] == "1000"
 
 
-async def test_context_overflow_tells_the_numbers() -> None:
+async def test_context_overflow_tells_the_numbers():
     status = await failure(FakeEngine(fails(ContextLengthExceeded("question", 5000, 2048))))
     info: Any = details_of(status)["ErrorInfo"]
     assert (info.metadata["promptTokenCount"], info.metadata["maxContextTokenCount"]) == ("5000", "2048")
 
 
-async def test_a_conversation_that_does_not_fit_has_the_tokens_of_each_message() -> None:
+async def test_a_conversation_that_does_not_fit_has_the_tokens_of_each_message():
     counts = tuple(range(100, 356))
     status = await failure(FakeEngine(fails(ContextLengthExceeded("messages", 58_240, 2048, counts))))
     info: Any = details_of(status)["ErrorInfo"]
@@ -159,7 +157,7 @@ async def test_a_conversation_that_does_not_fit_has_the_tokens_of_each_message()
     )
 
 
-async def test_unknown_model_is_named_though_not_at_any_length() -> None:
+async def test_unknown_model_is_named_though_not_at_any_length():
     status = await failure(FakeEngine(), options={"model": "gull" * 100_000})
     assert reason_of(status) == "MODEL_NOT_FOUND"
     resource: Any = details_of(status)["ResourceInfo"]
@@ -168,7 +166,7 @@ async def test_unknown_model_is_named_though_not_at_any_length() -> None:
     assert len(resource.resource_name) < 200
 
 
-async def test_unsupported_skill_is_named() -> None:
+async def test_unsupported_skill_is_named():
     status = await failure(FakeEngine(skills=("caption",)))
     failed: Any = details_of(status)["PreconditionFailure"]
     assert failed.violations[0].subject == "query"
@@ -176,7 +174,7 @@ async def test_unsupported_skill_is_named() -> None:
 
 @pytest.mark.one_process("the test tells the engine, not the server's side of it")
 @pytest.mark.parametrize("engine_status", [EngineStatus.DRAINING, EngineStatus.RECOVERING])
-async def test_unavailability_that_passes_says_why(engine_status: EngineStatus) -> None:
+async def test_unavailability_that_passes_says_why(engine_status: EngineStatus):
     engine = FakeEngine()
     engine.become(engine_status)
     status = await failure(engine)
@@ -184,7 +182,7 @@ async def test_unavailability_that_passes_says_why(engine_status: EngineStatus) 
     assert "RetryInfo" in details_of(status)
 
 
-def test_error_of_an_unknown_kind_is_internal_and_says_nothing() -> None:
+def test_error_of_an_unknown_kind_is_internal_and_says_nothing():
     failure = describe(ZeroDivisionError(SECRET))
     assert (failure.code, failure.reason, failure.message) == (errors.Code.INTERNAL, "INTERNAL", "internal error")
     assert SECRET not in str(failure)
@@ -215,18 +213,18 @@ WITHOUT_ROW = {
 }
 
 
-def test_every_error_that_a_call_can_raise_has_a_row() -> None:
+def test_every_error_that_a_call_can_raise_has_a_row():
     without = {kind.__name__ for kind in kinds_of_errors()} - {row.error.__name__ for row in ERRORS}
     # Private errors do not leave their module.
     assert {name for name in without if not name.startswith("_")} == WITHOUT_ROW
 
 
-def test_every_reason_stands_in_one_row() -> None:
+def test_every_reason_stands_in_one_row():
     reasons = [row.reason for row in (*ERRORS, INTERNAL)]
     assert len(reasons) == len(set(reasons))
 
 
-def test_the_last_row_of_each_error_always_applies() -> None:
+def test_the_last_row_of_each_error_always_applies():
     last = {row.error: row for row in ERRORS}
     assert all(row.applies(None, None) for row in last.values())
 
@@ -250,6 +248,6 @@ HTTP_STATUSES = {
 
 
 @pytest.mark.parametrize("row", [*ERRORS, INTERNAL], ids=lambda row: row.reason)
-def test_each_row_has_the_code_of_grpc_and_a_status_of_http_that_agree(row: errors.ErrorRow) -> None:
+def test_each_row_has_the_code_of_grpc_and_a_status_of_http_that_agree(row: errors.ErrorRow):
     assert Code[row.code.name].value[0] == row.code.value
     assert row.http_status in HTTP_STATUSES[row.code.name]

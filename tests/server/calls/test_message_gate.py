@@ -1,7 +1,5 @@
 """The gate alone: who gets a permit, who waits, and what ends a message that does not come."""
 
-from __future__ import annotations
-
 import asyncio
 import time
 from typing import Any
@@ -71,7 +69,7 @@ async def ended(*tasks: asyncio.Task[Any]) -> None:
     await asyncio.gather(*tasks, return_exceptions=True)
 
 
-async def test_a_message_takes_up_a_place_until_it_is_released() -> None:
+async def test_a_message_takes_up_a_place_until_it_is_released():
     gate = new_gate()
     message, permit = await gate.receive(ready, "", peer)
     assert message == b"ready"
@@ -86,7 +84,7 @@ async def test_a_message_takes_up_a_place_until_it_is_released() -> None:
     await third
 
 
-async def test_places_go_to_those_that_have_waited_longest() -> None:
+async def test_places_go_to_those_that_have_waited_longest():
     gate = new_gate()
     _, permit = await gate.receive(ready, "", peer)
     first, second = await waiting(gate), await waiting(gate)
@@ -98,7 +96,7 @@ async def test_places_go_to_those_that_have_waited_longest() -> None:
     await second
 
 
-async def test_a_tenant_leaves_a_place_for_others() -> None:
+async def test_a_tenant_leaves_a_place_for_others():
     gate = new_gate(permits=2)
     greedy = await stalled(gate, "greedy")
     more = await waiting(gate, "greedy")
@@ -107,7 +105,7 @@ async def test_a_tenant_leaves_a_place_for_others() -> None:
     await ended(greedy, more)
 
 
-async def test_a_message_that_does_not_come_ends_its_call_and_frees_its_place() -> None:
+async def test_a_message_that_does_not_come_ends_its_call_and_frees_its_place():
     gate = new_gate(timeout_s=0.01)
     with pytest.raises(MessageTimeout):
         await gate.receive(Sender().read, "", peer)
@@ -115,7 +113,7 @@ async def test_a_message_that_does_not_come_ends_its_call_and_frees_its_place() 
     permit.release()
 
 
-async def test_messages_that_do_not_come_are_ended_each_in_its_time() -> None:
+async def test_messages_that_do_not_come_are_ended_each_in_its_time():
     gate = new_gate(permits=3, timeout_s=0.02)
     tasks = [await stalled(gate) for _ in range(3)]
     for task in tasks:
@@ -123,13 +121,13 @@ async def test_messages_that_do_not_come_are_ended_each_in_its_time() -> None:
             await task
 
 
-async def test_a_caller_that_hangs_up_while_it_sends_frees_its_place() -> None:
+async def test_a_caller_that_hangs_up_while_it_sends_frees_its_place():
     gate = new_gate()
     await ended(await stalled(gate))
     await gate.receive(ready, "", peer)
 
 
-async def test_a_caller_that_hangs_up_while_it_waits_is_forgotten() -> None:
+async def test_a_caller_that_hangs_up_while_it_waits_is_forgotten():
     gate = new_gate()
     first = await stalled(gate)
     second = await waiting(gate)
@@ -139,7 +137,7 @@ async def test_a_caller_that_hangs_up_while_it_waits_is_forgotten() -> None:
     await gate.receive(ready, "", peer)
 
 
-async def test_a_caller_that_hangs_up_as_it_gets_a_place_passes_it_on() -> None:
+async def test_a_caller_that_hangs_up_as_it_gets_a_place_passes_it_on():
     gate = new_gate()
     _, permit = await gate.receive(ready, "", peer)
     second = await waiting(gate)
@@ -148,7 +146,7 @@ async def test_a_caller_that_hangs_up_as_it_gets_a_place_passes_it_on() -> None:
     await gate.receive(ready, "", peer)
 
 
-async def test_a_call_without_a_place_in_time_is_refused() -> None:
+async def test_a_call_without_a_place_in_time_is_refused():
     gate = new_gate(short_permits=0, timeout_s=0.05)
     _, permit = await gate.receive(ready, "", peer)
     with pytest.raises(TooManyCalls):
@@ -157,7 +155,7 @@ async def test_a_call_without_a_place_in_time_is_refused() -> None:
     await gate.receive(ready, "", peer)
 
 
-async def test_where_senders_stall_a_message_that_has_arrived_is_read_all_the_same() -> None:
+async def test_where_senders_stall_a_message_that_has_arrived_is_read_all_the_same():
     gate = new_gate(permits=3, wait_limit_s=0.01)
     tasks = [await stalled(gate) for _ in range(3)]
     message, permit = await gate.receive(ready, "", peer)
@@ -166,7 +164,7 @@ async def test_where_senders_stall_a_message_that_has_arrived_is_read_all_the_sa
     await ended(*tasks)
 
 
-async def test_a_message_that_has_waited_and_still_has_not_arrived_is_refused() -> None:
+async def test_a_message_that_has_waited_and_still_has_not_arrived_is_refused():
     gate = new_gate(wait_limit_s=0.01, short_timeout_s=0.01)
     first = await stalled(gate)
     with pytest.raises(TooManyCalls):
@@ -177,7 +175,7 @@ async def test_a_message_that_has_waited_and_still_has_not_arrived_is_refused() 
     await ended(first)
 
 
-async def test_a_new_call_does_not_wait_for_all_that_stall() -> None:
+async def test_a_new_call_does_not_wait_for_all_that_stall():
     gate = new_gate(wait_limit_s=AT_ONCE_S, short_timeout_s=0.01)
     first = await stalled(gate)
     stalling = [asyncio.create_task(gate.receive(Sender().read, "", peer)) for _ in range(50)]
@@ -189,7 +187,7 @@ async def test_a_new_call_does_not_wait_for_all_that_stall() -> None:
     await ended(first, *stalling)
 
 
-async def test_a_loop_that_stands_still_ends_no_short_message() -> None:
+async def test_a_loop_that_stands_still_ends_no_short_message():
     gate = new_gate(wait_limit_s=AT_ONCE_S, short_timeout_s=0.05)
     first = await stalled(gate)
     sender = Sender()
@@ -211,7 +209,7 @@ def busy_for(duration_s: float) -> None:
         pass
 
 
-async def test_a_gate_that_closes_ends_those_who_send_and_those_who_wait() -> None:
+async def test_a_gate_that_closes_ends_those_who_send_and_those_who_wait():
     gate = new_gate(permits=1)
     sends, waits = await stalled(gate), await waiting(gate)
     gate.close()
@@ -222,7 +220,7 @@ async def test_a_gate_that_closes_ends_those_who_send_and_those_who_wait() -> No
         await gate.receive(ready, "", peer)
 
 
-async def test_a_caller_that_hangs_up_as_the_gate_closes_has_hung_up() -> None:
+async def test_a_caller_that_hangs_up_as_the_gate_closes_has_hung_up():
     gate = new_gate(permits=1)
     sends, waits = await stalled(gate), await waiting(gate)
     gate.close()
@@ -233,7 +231,7 @@ async def test_a_caller_that_hangs_up_as_the_gate_closes_has_hung_up() -> None:
     assert sends.cancelled()
 
 
-async def test_a_sender_of_an_unfinished_message_is_admitted_after_all_others() -> None:
+async def test_a_sender_of_an_unfinished_message_is_admitted_after_all_others():
     gate = new_gate(permits=1, short_permits=1, wait_limit_s=AT_ONCE_S, short_timeout_s=0.01)
     first = await stalled(gate)
     with pytest.raises(TooManyCalls):
@@ -252,7 +250,7 @@ async def test_a_sender_of_an_unfinished_message_is_admitted_after_all_others() 
     other_place.release()
 
 
-async def test_those_who_did_not_finish_share_half_of_the_places() -> None:
+async def test_those_who_did_not_finish_share_half_of_the_places():
     gate = new_gate(permits=4, short_permits=0, timeout_s=0.02)
     for _ in range(2):
         with pytest.raises(MessageTimeout):
@@ -264,7 +262,7 @@ async def test_those_who_did_not_finish_share_half_of_the_places() -> None:
     await ended(*tasks)
 
 
-async def test_suspicion_passes(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_suspicion_passes(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(message_gate, "_SLOW_SENDER_S", -1.0)
     gate = new_gate(permits=2, timeout_s=0.02)
     with pytest.raises(MessageTimeout):
@@ -275,7 +273,7 @@ async def test_suspicion_passes(monkeypatch: pytest.MonkeyPatch) -> None:
     await ended(*tasks)
 
 
-async def test_no_more_than_so_many_are_remembered(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_no_more_than_so_many_are_remembered(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(message_gate, "_MAX_SLOW_SENDERS", 3)
     gate = new_gate(timeout_s=0.001)
     for number in range(5):
@@ -292,7 +290,7 @@ async def resting(gate: StreamGate, tenant: str = "") -> asyncio.Task[tuple[Any,
     return task
 
 
-async def test_a_stream_that_has_rested_ends_where_another_needs_its_place() -> None:
+async def test_a_stream_that_has_rested_ends_where_another_needs_its_place():
     gate = StreamGate(2, rest_s=AT_ONCE_S)
     first, second = await resting(gate), await resting(gate)
     assert (await gate.receive(ready, "", peer))[0] == b"ready"
@@ -302,7 +300,7 @@ async def test_a_stream_that_has_rested_ends_where_another_needs_its_place() -> 
     second.cancel()
 
 
-async def test_a_stream_that_has_not_rested_keeps_its_place_until_its_message_comes() -> None:
+async def test_a_stream_that_has_not_rested_keeps_its_place_until_its_message_comes():
     gate = StreamGate(1, rest_s=FOREVER_S)
     sender = Sender()
     first = asyncio.create_task(gate.receive(sender.read, "", peer))
@@ -315,7 +313,7 @@ async def test_a_stream_that_has_not_rested_keeps_its_place_until_its_message_co
     assert [(await task)[0] for task in (first, late)] == [b"first", b"ready"]
 
 
-async def test_the_tenant_with_the_most_waiting_streams_loses_one() -> None:
+async def test_the_tenant_with_the_most_waiting_streams_loses_one():
     gate = StreamGate(3, rest_s=AT_ONCE_S)
     alone, first, second = await resting(gate, "alice"), await resting(gate, "bob"), await resting(gate, "bob")
     newest = await resting(gate, "carol")
@@ -330,7 +328,7 @@ async def test_the_tenant_with_the_most_waiting_streams_loses_one() -> None:
         await gate.receive(ready, "", peer)
 
 
-async def test_a_stream_without_a_place_ends_with_the_gate() -> None:
+async def test_a_stream_without_a_place_ends_with_the_gate():
     gate = StreamGate(1, rest_s=FOREVER_S)
     first = await resting(gate)
     late = asyncio.create_task(gate.receive(ready, "", peer))
@@ -341,7 +339,7 @@ async def test_a_stream_without_a_place_ends_with_the_gate() -> None:
             await task
 
 
-async def test_a_stream_that_its_caller_cancels_is_cancelled() -> None:
+async def test_a_stream_that_its_caller_cancels_is_cancelled():
     gate = StreamGate(1)
     task = await resting(gate)
     task.cancel()

@@ -1,7 +1,5 @@
 """What health checks report, and when; what waits for the death of an engine."""
 
-from __future__ import annotations
-
 import asyncio
 
 from kestrel_grpc.calls.readiness import Readiness, death_of
@@ -9,7 +7,7 @@ from kestrel_runtime.api.engine import EngineStatus
 from tests.fakes import FakeEngine
 
 
-async def test_readiness_follows_the_engine() -> None:
+async def test_readiness_follows_the_engine():
     engine = FakeEngine()
     readiness = Readiness(engine)
     assert readiness.is_ready
@@ -20,7 +18,7 @@ async def test_readiness_follows_the_engine() -> None:
         assert readiness.is_ready is (status is EngineStatus.SERVING)
 
 
-async def test_a_server_that_refuses_stays_unready() -> None:
+async def test_a_server_that_refuses_stays_unready():
     engine = FakeEngine()
     engine.become(EngineStatus.RECOVERING)
     readiness = Readiness(engine)
@@ -32,7 +30,7 @@ async def test_a_server_that_refuses_stays_unready() -> None:
     assert not readiness.is_closed
 
 
-async def test_closing_wakes_those_who_wait_for_a_change() -> None:
+async def test_closing_wakes_those_who_wait_for_a_change():
     readiness = Readiness(FakeEngine())
     changed = readiness.changed
     readiness.close()
@@ -40,7 +38,7 @@ async def test_closing_wakes_those_who_wait_for_a_change() -> None:
     assert (readiness.is_ready, readiness.is_closed) == (False, True)
 
 
-async def test_the_death_of_an_engine_is_noticed_before_and_after_one_waits_for_it() -> None:
+async def test_the_death_of_an_engine_is_noticed_before_and_after_one_waits_for_it():
     engine = FakeEngine()
     died = death_of(engine)
     engine.become(EngineStatus.RECOVERING)
@@ -49,7 +47,7 @@ async def test_the_death_of_an_engine_is_noticed_before_and_after_one_waits_for_
     await death_of(engine)
 
 
-def test_an_engine_may_die_after_the_event_loop_that_waits_for_it() -> None:
+def test_an_engine_may_die_after_the_event_loop_that_waits_for_it():
     async def wait(engine: FakeEngine) -> asyncio.Future[None]:
         return death_of(engine)
 

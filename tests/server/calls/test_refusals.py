@@ -1,7 +1,5 @@
 """When refusals are told, on a clock of the test's own."""
 
-from __future__ import annotations
-
 import asyncio
 
 import pytest

@@ -1,7 +1,5 @@
 """What callers ask is counted by the names of their tokens, and operators read it."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 from pathlib import Path
@@ -47,7 +45,7 @@ async def usage(rig: Serving) -> dict[str, wire.CallerUsage]:
     return {caller.token: caller for caller in answer.callers}
 
 
-async def test_requests_and_tokens_are_counted_by_caller(tokens: str) -> None:
+async def test_requests_and_tokens_are_counted_by_caller(tokens: str):
     async with serving(tokens=tokens) as rig:
         assert [await asked(rig, "alice"), await asked(rig, "alice"), await asked(rig, "bob")] == ["OK"] * 3
         assert await asked(rig, "bob", options={"model": "unknown"}) == "NOT_FOUND"
@@ -64,7 +62,7 @@ async def test_requests_and_tokens_are_counted_by_caller(tokens: str) -> None:
     assert list(counted) == ["", "alice", "bob", "operator"]
 
 
-async def test_a_request_that_is_cancelled_has_failed_and_its_tokens_do_not_count(tokens: str) -> None:
+async def test_a_request_that_is_cancelled_has_failed_and_its_tokens_do_not_count(tokens: str):
     async with serving(FakeEngine(lambda request: [HOLD]), tokens=tokens) as rig:
         call = rig.vision.CompleteQuery(QUERY, metadata=bearing("alice"))
         await rig.engine.num_submitted.acquire()
@@ -75,7 +73,7 @@ async def test_a_request_that_is_cancelled_has_failed_and_its_tokens_do_not_coun
         assert await usage(rig) == {"alice": wire.CallerUsage(token="alice", failed_request_count=1)}
 
 
-async def test_usage_needs_the_scope_of_operators(tokens: str) -> None:
+async def test_usage_needs_the_scope_of_operators(tokens: str):
     async with serving(tokens=tokens) as rig:
         with pytest.raises(grpc.aio.AioRpcError) as caught:
             await rig.engine_service.GetUsage(wire.GetUsageRequest(), metadata=bearing("alice"))
@@ -83,7 +81,7 @@ async def test_usage_needs_the_scope_of_operators(tokens: str) -> None:
 
 
 @pytest.mark.parametrize("is_on", [False, True])
-async def test_metrics_have_callers_only_if_they_are_asked_for(tokens: str, is_on: bool) -> None:
+async def test_metrics_have_callers_only_if_they_are_asked_for(tokens: str, is_on: bool):
     async with serving(tokens=tokens, metrics_port=0, caller_metrics=is_on) as rig:
         await asked(rig, "alice")
         await asked(rig, None)
@@ -94,7 +92,7 @@ async def test_metrics_have_callers_only_if_they_are_asked_for(tokens: str, is_o
     assert ("alice" in text) is is_on
 
 
-def test_callers_beyond_the_64th_share_their_series() -> None:
+def test_callers_beyond_the_64th_share_their_series():
     counts = {f"t{number}": CallerUsage(num_answered=number) for number in range(100)}
     text = generate_latest(ServerMetrics(FakeEngine(), usage=lambda: counts).registry).decode()
     lines = [line for line in text.splitlines() if line.startswith("kestrel_caller_requests_total")]
@@ -112,7 +110,7 @@ async def printed(rig: Serving, capsys: pytest.CaptureFixture[str], *words: str)
     return capsys.readouterr().out
 
 
-async def test_commands_print_usage_clear_caches_and_cancel(tokens: str, capsys: Any) -> None:
+async def test_commands_print_usage_clear_caches_and_cancel(tokens: str, capsys: Any):
     write_tokens(Path(tokens), scope=Scope.INFER)
     async with serving(tokens=tokens) as rig:
         await asked(rig, "alice")

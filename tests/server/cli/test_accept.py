@@ -1,7 +1,5 @@
 """The command that proves a checkpoint: what it prints, its exit status, and the page that it writes."""
 
-from __future__ import annotations
-
 import io
 import json
 import os
@@ -60,7 +58,7 @@ def accept_model(tmp_path: Path, *words: str) -> tuple[int, Path]:
 
 def test_the_built_in_model_passes_without_an_independent_reference(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+):
     scene = next(scenes())
     asked = [
         query_call(scene.question),
@@ -92,7 +90,7 @@ def test_the_built_in_model_passes_without_an_independent_reference(
 
 def test_a_reference_in_the_published_layout_is_asked_in_a_process_of_its_own(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+):
     fixture = copy_with_one_image(MD2_SMALL, tmp_path / "fixture")
     checkpoint = publish(fixture, tmp_path / "checkpoint")
     (entry,) = expected(fixture)["images"]
@@ -117,7 +115,7 @@ def test_a_reference_in_the_published_layout_is_asked_in_a_process_of_its_own(
 
 def test_a_reference_that_fails_ends_the_command_with_its_error(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
-) -> None:
+):
     checkpoint = publish(copy_with_one_image(MD2_SMALL, tmp_path / "fixture"), tmp_path / "checkpoint")
     program = tmp_path / "python"
     program.write_text("#!/bin/sh\necho 'no module named einops' >&2\nexit 1\n")
@@ -135,7 +133,7 @@ def test_a_reference_that_fails_ends_the_command_with_its_error(
 
 def test_the_engine_reads_the_revision_that_was_asked_for(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+):
     files = {name: (MD2_SMALL / name).read_bytes() for name in ("config.json", "tokenizer.json")}
     # Weights that only the engine reads, and no `main`, which a lost revision would ask for.
     repository = Repository({**files, "model.safetensors": b"no weights"}, revisions=("v2",))
@@ -163,7 +161,7 @@ def test_the_engine_reads_the_revision_that_was_asked_for(
 )
 def test_what_cannot_work_is_one_clear_line(
     words: list[str], complaint: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+):
     status, file = accept_model(tmp_path, *words)
     (line,) = capsys.readouterr().err.splitlines()
     assert status in (1, 2)
@@ -171,7 +169,7 @@ def test_what_cannot_work_is_one_clear_line(
     assert not file.exists()
 
 
-def test_given_pictures_are_compared_too_and_others_are_refused(tmp_path: Path) -> None:
+def test_given_pictures_are_compared_too_and_others_are_refused(tmp_path: Path):
     (tmp_path / "note.txt").write_text("no picture")
     (tmp_path / "street.png").write_bytes(list(scenes())[2].data)
     (given,) = accept._given_pictures(tmp_path)

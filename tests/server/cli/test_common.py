@@ -1,7 +1,5 @@
 """What the commands share: the flags of connections to a server, and help that can be read."""
 
-from __future__ import annotations
-
 import argparse
 import re
 import subprocess

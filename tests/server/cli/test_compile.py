@@ -1,7 +1,5 @@
 """Kernels compiled ahead, from the command line. What compiles them has tests of its own."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -1,7 +1,5 @@
 """`kestrel-grpc completion`: the script, read by a true shell, completes commands, options and values."""
 
-from __future__ import annotations
-
 import os
 import pty
 import select
@@ -44,7 +42,7 @@ def printed(*command: str) -> str:
     return done.stdout
 
 
-def test_bash_completes_commands_options_and_values() -> None:
+def test_bash_completes_commands_options_and_values():
     command, option, values = printed("bash", "-euc", TAB, "bash", *LINES).splitlines()
     assert command.split() == ["caption"]
     assert option.split() == ["--max-tokens"]
@@ -52,7 +50,7 @@ def test_bash_completes_commands_options_and_values() -> None:
 
 
 @pytest.mark.skipif(shutil.which("fish") is None, reason="needs fish")
-def test_fish_completes_commands_options_and_values() -> None:
+def test_fish_completes_commands_options_and_values():
     script = "kestrel-grpc completion fish | source; for line in $argv; complete --do-complete $line; echo; end"
     command, option, values = printed("fish", "--no-config", "-c", script, *LINES).rstrip().split("\n\n")
     assert command.split()[0] == "caption"
@@ -61,7 +59,7 @@ def test_fish_completes_commands_options_and_values() -> None:
 
 
 @pytest.mark.skipif(shutil.which("zsh") is None, reason="needs zsh")
-def test_zsh_completes_commands_and_values_in_a_terminal_without_other_settings(tmp_path: Path) -> None:
+def test_zsh_completes_commands_and_values_in_a_terminal_without_other_settings(tmp_path: Path):
     (tmp_path / ".zshrc").write_text(ZSHRC)
     os.mkfifo(tmp_path / "told")
     told = os.open(tmp_path / "told", os.O_RDWR)

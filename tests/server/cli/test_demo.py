@@ -11,7 +11,7 @@ from kestrel_grpc.__main__ import main
 from kestrel_grpc.cli import demo
 
 
-def test_the_demo_answers_truly_and_draws_what_it_found(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_demo_answers_truly_and_draws_what_it_found(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     target = tmp_path / "demo.png"
     assert main(["demo", "--draw", str(target)]) == 0
     lines = [line.strip() for line in capsys.readouterr().out.splitlines()]
@@ -36,14 +36,14 @@ def test_the_demo_answers_truly_and_draws_what_it_found(tmp_path: Path, capsys: 
 
 def test_a_picture_that_cannot_be_written_is_one_clear_line_before_anything_is_asked(
     capsys: pytest.CaptureFixture[str],
-) -> None:
+):
     assert main(["demo", "--draw", "/nowhere/demo.png"]) == 1
     captured = capsys.readouterr()
     assert captured.out == ""
     assert captured.err == "kestrel-grpc: /nowhere/demo.png: No such file or directory\n"
 
 
-def test_a_demo_that_fails_leaves_no_empty_picture(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_demo_that_fails_leaves_no_empty_picture(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     async def fail(target: Path) -> None:
         raise OSError(errno.ENOSPC, "No space left on device")
 

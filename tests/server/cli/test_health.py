@@ -1,7 +1,5 @@
 """The command that containers probe a server with."""
 
-from __future__ import annotations
-
 import asyncio
 import os
 import socket

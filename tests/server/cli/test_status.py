@@ -1,7 +1,5 @@
 """info, models and load, asked of a server on a fake engine."""
 
-from __future__ import annotations
-
 import asyncio
 import dataclasses
 import json

@@ -1,7 +1,5 @@
 """`kestrel-grpc token`: what it prints, and what is in the file afterwards."""
 
-from __future__ import annotations
-
 import json
 from datetime import UTC, datetime
 from pathlib import Path
@@ -24,7 +22,7 @@ def path(tmp_path: Path) -> Path:
     return tmp_path / "tokens.toml"
 
 
-def test_a_token_is_made_listed_and_revoked(path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_token_is_made_listed_and_revoked(path: Path, capsys: pytest.CaptureFixture[str]):
     assert run("new", "alice", "--file", path, "--expires", "2999-01-31") == 0
     printed = capsys.readouterr()
     secret = printed.out.strip()
@@ -42,7 +40,7 @@ def test_a_token_is_made_listed_and_revoked(path: Path, capsys: pytest.CaptureFi
     assert [token.name for token in read_tokens(path).values()] == ["bob"]
 
 
-def test_a_list_says_which_tokens_have_expired(path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_list_says_which_tokens_have_expired(path: Path, capsys: pytest.CaptureFixture[str]):
     path.write_text(
         f'old = {{ sha256 = "{"ab" * 32}", scopes = ["infer"], rate = 2, expires = 2020-01-31T12:00:00+02:00 }}'
     )
@@ -52,7 +50,7 @@ def test_a_list_says_which_tokens_have_expired(path: Path, capsys: pytest.Captur
     assert (facts["rate"], facts["concurrency"]) == (2, None)
 
 
-def test_without_a_file_the_line_is_printed(capsys: pytest.CaptureFixture[str], path: Path) -> None:
+def test_without_a_file_the_line_is_printed(capsys: pytest.CaptureFixture[str], path: Path):
     assert run("new", "alice", "--expires", "2999-01-31T12:00:00Z") == 0
     printed = capsys.readouterr()
     path.write_text(printed.err)
@@ -74,7 +72,7 @@ def test_without_a_file_the_line_is_printed(capsys: pytest.CaptureFixture[str], 
 )
 def test_mistakes_are_one_line(
     path: Path, capsys: pytest.CaptureFixture[str], arguments: tuple[str, ...], status: int, problem: str
-) -> None:
+):
     assert run(*(path if item == "FILE" else item for item in arguments)) == status
     printed = capsys.readouterr()
     assert printed.out == ""

@@ -1,7 +1,5 @@
 """Help, the documented table and `kestrel-grpc config` show every option."""
 
-from __future__ import annotations
-
 import re
 import subprocess
 import sys
@@ -28,7 +26,7 @@ def printed_help(capsys: pytest.CaptureFixture[str], flag: str) -> str:
     return " ".join(capsys.readouterr().out.split())
 
 
-def test_help_of_all_and_table_show_every_option(capsys: pytest.CaptureFixture[str]) -> None:
+def test_help_of_all_and_table_show_every_option(capsys: pytest.CaptureFixture[str]):
     shown = printed_help(capsys, "--help-all")
     table = markdown_table()
     found = list(options())
@@ -39,7 +37,7 @@ def test_help_of_all_and_table_show_every_option(capsys: pytest.CaptureFixture[s
 
 
 @pytest.mark.parametrize("flag", ["-h", "--help"])
-def test_help_shows_the_ten_options_that_are_needed_first(flag: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_help_shows_the_ten_options_that_are_needed_first(flag: str, capsys: pytest.CaptureFixture[str]):
     shown = printed_help(capsys, flag)
     described = {item.name for item in options() if f"{environment_name(item.name)})" in shown}
     assert described == FIRST_OPTIONS
@@ -47,14 +45,14 @@ def test_help_shows_the_ten_options_that_are_needed_first(flag: str, capsys: pyt
     assert f"{len(list(options())) - 10} more options: kestrel-grpc serve --help-all" in shown
 
 
-def test_module_prints_the_table() -> None:
+def test_module_prints_the_table():
     printed = subprocess.run(
         [sys.executable, "-m", "kestrel_grpc.config.flags"], capture_output=True, text=True, check=True
     )
     assert printed.stdout == markdown_table() + "\n"
 
 
-def test_effective_values_name_their_sources_and_make_a_file(tmp_path: Path) -> None:
+def test_effective_values_name_their_sources_and_make_a_file(tmp_path: Path):
     file = tmp_path / "kestrel.toml"
     file.write_text('model = "m"\nport = 1\nmax_queue = 3\ntracing = true\n')
     flags: dict[str, str | None] = {
@@ -80,7 +78,7 @@ def test_effective_values_name_their_sources_and_make_a_file(tmp_path: Path) -> 
     assert (read.port, read.engine.max_queued_requests, read.engine.revision) == (2, 3, 'a "b"')
 
 
-def test_effective_values_say_what_the_device_and_the_precision_decide() -> None:
+def test_effective_values_say_what_the_device_and_the_precision_decide():
     flags: dict[str, str | None] = {"max_queue": "1", "precision": "float8", "vision_backend": "fused"}
     lines = effective_values(flags, {}, on_cpu)
     sources = dict(re.findall(r"^(?:# )?(\w+) = .*? # (.*)$", lines, re.MULTILINE))

@@ -1,7 +1,5 @@
 """Options: flags, environment, defaults, and complaints."""
 
-from __future__ import annotations
-
 import argparse
 import contextlib
 from dataclasses import fields
@@ -31,22 +29,22 @@ def parse(*arguments: str, **environment: str) -> ServerConfig:
     return ServerConfig.parse(vars(parser.parse_args(arguments)), environment)
 
 
-def test_nothing_is_required() -> None:
+def test_nothing_is_required():
     assert parse() == ServerConfig()
     assert parse("--model", "moondream2") == ServerConfig(engine=EngineConfig("moondream2"))
 
 
-def test_flag_wins_over_environment_which_wins_over_default() -> None:
+def test_flag_wins_over_environment_which_wins_over_default():
     assert parse("--model", "m", "--port", "1", KESTREL_GRPC_PORT="2").port == 1
     assert parse("--model", "m", KESTREL_GRPC_PORT="2").port == 2
     assert parse(KESTREL_GRPC_MODEL="m").port == 50051
 
 
-def test_environment_that_a_flag_overrides_is_not_read() -> None:
+def test_environment_that_a_flag_overrides_is_not_read():
     assert parse("--model", "m", "--port", "1", KESTREL_GRPC_PORT="tcp://10.0.0.1:50051").port == 1
 
 
-def test_every_problem_is_told_with_its_source() -> None:
+def test_every_problem_is_told_with_its_source():
     with pytest.raises(ConfigurationError) as caught:
         parse("--port", "many", "--device", "tpu", KESTREL_GRPC_DTYPE="int3", KESTREL_GRPC_DRAIN_TIMEOUT="nan")
     assert [problem.split(":")[0] for problem in caught.value.problems] == [
@@ -79,25 +77,25 @@ def test_every_problem_is_told_with_its_source() -> None:
         ("--triton-shared-memory", "a/b"),
     ],
 )
-def test_ill_formed_value_is_refused(flag: str, value: str) -> None:
+def test_ill_formed_value_is_refused(flag: str, value: str):
     with pytest.raises(ConfigurationError, match=flag):
         parse("--model", "m", f"{flag}={value}")
 
 
 @given(st.text(max_size=20))
-def test_no_text_makes_an_option_raise_anything_else(text: str) -> None:
+def test_no_text_makes_an_option_raise_anything_else(text: str):
     for option in options():
         with contextlib.suppress(ValueError):
             option.parse(text)
 
 
-def test_each_setting_is_one_option_with_a_name_of_its_own() -> None:
+def test_each_setting_is_one_option_with_a_name_of_its_own():
     for kind, others in ((EngineConfig, set[str]()), (ServerConfig, {"engine"})):
         assert {item.name for item in fields(kind)} - others == {name for name, _ in options_of(kind)}
     assert len(BY_NAME) == len(list(options())) == len(option_names())
 
 
-def test_each_option_of_the_engine_reaches_it() -> None:
+def test_each_option_of_the_engine_reaches_it():
     config = parse(
         *("--model", "m", "--revision", "main", "--device", "cpu", "--dtype", "float16"),
         *("--max-batch-size", "1", "--kv-pages", "2", "--page-size", "3", "--max-queue", "4"),
@@ -136,7 +134,7 @@ def test_each_option_of_the_engine_reaches_it() -> None:
     assert (config.max_queued_image_bytes, config.max_queued_tokens, config.ageing_s) == (9, 10, 0.5)
 
 
-def test_switches_are_on_or_off_and_on_where_they_are_only_named() -> None:
+def test_switches_are_on_or_off_and_on_where_they_are_only_named():
     assert not parse("--model", "m").tracing
     assert parse("--model", "m", "--tracing").tracing
     assert parse("--model", "m", "--tracing", "on").tracing
@@ -171,7 +169,7 @@ def test_switches_are_on_or_off_and_on_where_they_are_only_named() -> None:
         ),
     ],
 )
-def test_options_that_need_each_other_are_told(arguments: list[str], problem: str) -> None:
+def test_options_that_need_each_other_are_told(arguments: list[str], problem: str):
     with pytest.raises(ConfigurationError) as caught:
         parse("--model", "m", *arguments)
     assert caught.value.problems == (problem,)
@@ -184,17 +182,17 @@ TLS = ("--tls-certificate", "a", "--tls-key", "b")
     ("devices", "expected"),
     [("0,1", ("0", "1")), ("all", ("all",)), ("CPU, cpu", ("cpu", "cpu")), ("3", ("3",))],
 )
-def test_devices_are_gpus_or_processors(devices: str, expected: tuple[str, ...]) -> None:
+def test_devices_are_gpus_or_processors(devices: str, expected: tuple[str, ...]):
     assert ServerConfig.parse({"devices": devices}, {}).devices == expected
 
 
 @pytest.mark.parametrize("devices", ["", "0,0", "0,00", "all,0", "cpu,0", "cuda", "-1"])
-def test_devices_that_cannot_be_told_apart_are_refused(devices: str) -> None:
+def test_devices_that_cannot_be_told_apart_are_refused(devices: str):
     with pytest.raises(ConfigurationError, match=r"--devices: '.*' must be different numbers"):
         ServerConfig.parse({"devices": devices}, {})
 
 
-def test_front_ends_are_a_number_or_auto() -> None:
+def test_front_ends_are_a_number_or_auto():
     assert [ServerConfig.parse({"frontends": text}, {}).frontends for text in ("0", "64", "auto")] == [
         0,
         64,
@@ -205,7 +203,7 @@ def test_front_ends_are_a_number_or_auto() -> None:
             ServerConfig.parse({"frontends": text}, {})
 
 
-def test_several_processes_are_refused_where_they_cannot_share_a_port(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_several_processes_are_refused_where_they_cannot_share_a_port(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr("sys.platform", "darwin")
     for flags in ({"frontends": "1"}, {"devices": "cpu,cpu"}, {"devices": "all"}):
         with pytest.raises(ConfigurationError, match="on Linux only"):
@@ -215,7 +213,7 @@ def test_several_processes_are_refused_where_they_cannot_share_a_port(monkeypatc
 
 
 @pytest.mark.parametrize("host", ["0.0.0.0", "::", "192.168.1.2", "example.com", "2606:4700::1"])
-def test_a_public_address_needs_tokens_or_a_certificate_or_a_word(host: str) -> None:
+def test_a_public_address_needs_tokens_or_a_certificate_or_a_word(host: str):
     with pytest.raises(ConfigurationError) as caught:
         parse("--model", "m", "--host", host)
     (problem,) = caught.value.problems
@@ -224,7 +222,7 @@ def test_a_public_address_needs_tokens_or_a_certificate_or_a_word(host: str) -> 
         assert parse("--model", "m", "--host", host, *remedy).host == host
 
 
-def test_a_public_address_for_operators_needs_tokens_or_a_word() -> None:
+def test_a_public_address_for_operators_needs_tokens_or_a_word():
     public = ("--model", "m", "--admin-port", "0", "--admin-host", "0.0.0.0")
     for arguments in (public, (*public, *TLS)):
         with pytest.raises(ConfigurationError, match=r"--admin-host 0\.0\.0\.0: anybody could call"):
@@ -234,7 +232,7 @@ def test_a_public_address_for_operators_needs_tokens_or_a_word() -> None:
 
 
 @pytest.mark.parametrize("host", ["127.0.0.1", "127.8.8.8", "::1", "localhost"])
-def test_an_address_of_this_machine_needs_nothing(host: str) -> None:
+def test_an_address_of_this_machine_needs_nothing(host: str):
     assert parse("--model", "m", "--host", host).host == host
 
 
@@ -251,7 +249,7 @@ def test_an_address_of_this_machine_needs_nothing(host: str) -> None:
         ("image_ttl", "2h", 7200.0),
     ],
 )
-def test_sizes_and_durations_take_units(name: str, text: str, value: float) -> None:
+def test_sizes_and_durations_take_units(name: str, text: str, value: float):
     assert BY_NAME[name].parse(text) == value
 
 
@@ -260,12 +258,12 @@ def test_sizes_and_durations_take_units(name: str, text: str, value: float) -> N
     [("max_image_bytes", text) for text in ("100MB", "M", "1.5M", "-1M", "9G", "100 M", "100m")]
     + [("drain_timeout", text) for text in ("s", "25h", "1d", "-1s", "nans")],
 )
-def test_a_unit_that_is_ambiguous_or_too_much_is_refused(name: str, text: str) -> None:
+def test_a_unit_that_is_ambiguous_or_too_much_is_refused(name: str, text: str):
     with pytest.raises(ValueError, match="must be"):
         BY_NAME[name].parse(text)
 
 
-def test_default_of_each_option_parses_to_itself() -> None:
+def test_default_of_each_option_parses_to_itself():
     """What the table shows as a default can be written as a value."""
     for kind in (ServerConfig(), EngineConfig()):
         for name, option in options_of(kind):
@@ -274,7 +272,7 @@ def test_default_of_each_option_parses_to_itself() -> None:
                 assert option.parse(option.default_text) == default
 
 
-def test_named_values_are_taken_as_flags_and_what_is_no_option_is_refused() -> None:
+def test_named_values_are_taken_as_flags_and_what_is_no_option_is_refused():
     assert named_values(["kv-dtype=float8", "--port=0"]) == {"kv_dtype": "float8", "port": "0"}
     with pytest.raises(ConfigurationError) as caught:
         named_values(["ports=0", "x=1"])
@@ -296,7 +294,7 @@ def test_named_values_are_taken_as_flags_and_what_is_no_option_is_refused() -> N
         (("--cuda-graphs", "on", "--device", "cpu"), "--cuda-graphs: needs a CUDA device"),
     ],
 )
-def test_determinism_contradicts_what_depends_on_the_batch(arguments: tuple[str, str], complaint: str) -> None:
+def test_determinism_contradicts_what_depends_on_the_batch(arguments: tuple[str, str], complaint: str):
     with pytest.raises(ConfigurationError, match=complaint):
         parse("--deterministic", "on", *arguments)
     assert parse("--deterministic", "on").engine_config().deterministic
@@ -304,7 +302,7 @@ def test_determinism_contradicts_what_depends_on_the_batch(arguments: tuple[str,
 
 
 @pytest.mark.parametrize("text", ["org", "org/", "a b/c", ""])
-def test_repositories_of_adapters_have_an_owner_and_a_name(text: str) -> None:
+def test_repositories_of_adapters_have_an_owner_and_a_name(text: str):
     given = parse("--adapter-repositories", "Org/Name, other/name.1").engine
     assert given.adapter_repositories == ("Org/Name", "other/name.1")
     with pytest.raises(ConfigurationError, match="must be repositories such as org/name"):
@@ -325,17 +323,17 @@ def formats(precision: str, engine: EngineConfig) -> tuple[str, str, str, str]:
         ("float8", ("auto", "fused-float8", "calibrated-float8", "float8")),
     ],
 )
-def test_a_precision_sets_every_format(precision: str, expected: tuple[str, ...]) -> None:
+def test_a_precision_sets_every_format(precision: str, expected: tuple[str, ...]):
     assert formats(precision, EngineConfig()) == expected
     assert precision in PRECISIONS
 
 
-def test_a_format_that_is_set_by_its_own_option_stays() -> None:
+def test_a_format_that_is_set_by_its_own_option_stays():
     found = formats("float8", EngineConfig(vision_backend="fused-float8", dtype="bfloat16"))
     assert found == ("bfloat16", "fused-float8", "fused-float8", "float8")
 
 
-def test_the_log_says_what_was_chosen_and_why() -> None:
+def test_the_log_says_what_was_chosen_and_why():
     line = ServerConfig().precision_line()
     assert line.startswith("precision auto: bfloat16 on a GPU, else float32; float8 has to be asked for, since ")
     line = ServerConfig(precision="bfloat16", engine=EngineConfig(kv_dtype="float8")).precision_line()

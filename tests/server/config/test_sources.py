@@ -1,7 +1,5 @@
 """The texts of options: precedence of their sources, and environment variables that set no option."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

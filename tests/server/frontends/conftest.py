@@ -1,7 +1,5 @@
 """One server over HTTP for the tests of a module."""
 
-from __future__ import annotations
-
 from collections.abc import AsyncIterator
 
 import pytest

@@ -1,7 +1,5 @@
 """Answers with many logprobs: other callers are answered while one is rendered, and nothing of it is lost."""
 
-from __future__ import annotations
-
 import asyncio
 import threading
 from collections.abc import Iterator
@@ -73,7 +71,7 @@ HELD: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.parametrize("route", HELD)
-async def test_others_are_answered_while_an_answer_is_rendered_as_json(route: str) -> None:
+async def test_others_are_answered_while_an_answer_is_rendered_as_json(route: str):
     held = HeldTop(TOP)
     held.others_are_answered = threading.Event()
     path = route.partition(" ")[0]
@@ -93,7 +91,7 @@ async def test_others_are_answered_while_an_answer_is_rendered_as_json(route: st
 
 
 @pytest.mark.parametrize("is_streamed", [False, True])
-async def test_others_are_answered_while_an_answer_is_rendered_over_grpc(is_streamed: bool) -> None:
+async def test_others_are_answered_while_an_answer_is_rendered_over_grpc(is_streamed: bool):
     held = HeldTop(TOP)
     held.others_are_answered = threading.Event()
     n = 1 if is_streamed else 2
@@ -121,7 +119,7 @@ async def test_others_are_answered_while_an_answer_is_rendered_over_grpc(is_stre
     assert MessageToDict(result.logprobs[1].top[2])["text"] == "t2"
 
 
-async def test_a_large_answer_arrives_whole_however_slowly_it_is_read() -> None:
+async def test_a_large_answer_arrives_whole_however_slowly_it_is_read():
     text = "".join(f"{number} " for number in range(300_000))
 
     def script(request: Request) -> list[object]:
@@ -139,7 +137,7 @@ async def test_a_large_answer_arrives_whole_however_slowly_it_is_read() -> None:
             assert (status, text.encode() in body) == (200, True)
 
 
-async def test_a_caller_who_does_not_read_a_large_answer_is_disconnected() -> None:
+async def test_a_caller_who_does_not_read_a_large_answer_is_disconnected():
     def says_much(request: Request) -> list[object]:
         started, *_, finished = answers(request)
         assert isinstance(finished, Finished)

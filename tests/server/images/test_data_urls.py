@@ -1,7 +1,5 @@
 """Base64 and `data:` URLs: valid input and the bytes that it stands for, and reasons of refusals."""
 
-from __future__ import annotations
-
 import base64
 import binascii
 import itertools
@@ -61,13 +59,13 @@ def decoded(url: str, max_bytes: int = MAX_BYTES) -> bytes:
         f"DATA:;base64,{PLAIN}",
     ],
 )
-def test_a_url_that_browsers_take_has_its_content(url: str) -> None:
+def test_a_url_that_browsers_take_has_its_content(url: str):
     assert is_data_url(url.encode("latin-1")[:256])
     assert decoded(url) == CONTENT
 
 
 @pytest.mark.parametrize("num_bytes", range(5))
-def test_padding_may_be_absent(num_bytes: int) -> None:
+def test_padding_may_be_absent(num_bytes: int):
     content = CONTENT[-num_bytes:] if num_bytes else b""
     whole = base64.b64encode(content).decode()
     for text in {whole, whole.rstrip("="), whole.replace("=", "%3D"), " ".join(whole)}:
@@ -86,7 +84,7 @@ def forgiving(text: str) -> bytes | None:
     return bytes(int(bits[at : at + 8], 2) for at in range(0, len(bits) - 7, 8))
 
 
-def test_short_texts_are_decoded_as_the_standard_says() -> None:
+def test_short_texts_are_decoded_as_the_standard_says():
     chance = random.Random(5)
     texts = ["".join(chars) for length in range(6) for chars in itertools.product("aQ=+", repeat=length)]
     texts += ["".join(chance.choices("aZ9+/== \n-_!\x0b", k=chance.randrange(10))) for _ in range(2000)]
@@ -98,12 +96,12 @@ def test_short_texts_are_decoded_as_the_standard_says() -> None:
         assert found == forgiving(text), repr(text)
 
 
-def test_bits_behind_the_last_byte_are_dropped() -> None:
+def test_bits_behind_the_last_byte_are_dropped():
     assert decode_base64(b"YR==", 1) == decode_base64(b"YR", 1) == b"a"
 
 
 @pytest.mark.parametrize("ending", ["\n", "%0A", ""])
-def test_pieces_end_anywhere(ending: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_pieces_end_anywhere(ending: str, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr("kestrel_grpc.images.data_urls._PIECE_BYTES", 8)
     lines = (PLAIN[start : start + 7] for start in range(0, len(PLAIN), 7))
     written = ending.join(lines) if ending else PLAIN
@@ -131,13 +129,13 @@ def test_pieces_end_anywhere(ending: str, monkeypatch: pytest.MonkeyPatch) -> No
         ("data:," + "%41" * 1025, "holds more than 1024 escaped characters; use base64"),
     ],
 )
-def test_data_of_another_form_is_refused_with_its_reason(url: str, reason: str) -> None:
+def test_data_of_another_form_is_refused_with_its_reason(url: str, reason: str):
     with pytest.raises(DataUnreadable, match=f"^{re.escape(reason)}$"):
         decoded(url, 10_000)
 
 
 @pytest.mark.parametrize("media_type", ["base64", "image/png;base64;charset=utf-8", "text/plain;base6", ""])
-def test_data_that_are_not_in_base64_are_as_they_stand(media_type: str) -> None:
+def test_data_that_are_not_in_base64_are_as_they_stand(media_type: str):
     url = f"data:{media_type},a%20b\nc%FF".encode()
     assert decode_data_url(url, MAX_BYTES) == b"a bc\xff"
     with pytest.raises(DataUnreadable, match="is a data URL that is not in base64"):
@@ -145,9 +143,7 @@ def test_data_that_are_not_in_base64_are_as_they_stand(media_type: str) -> None:
 
 
 @pytest.mark.parametrize("num_bytes", [98, 99, 100])
-def test_the_limit_counts_bytes_and_no_line_breaks_and_escapes(
-    num_bytes: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_limit_counts_bytes_and_no_line_breaks_and_escapes(num_bytes: int, monkeypatch: pytest.MonkeyPatch):
     content = os.urandom(num_bytes)
     plain = base64.b64encode(content).decode()
     forms = [HEAD + plain, HEAD + "\r\n".join(plain), HEAD + quote(plain, safe=""), HEAD + plain.rstrip("=")]

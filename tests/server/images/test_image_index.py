@@ -1,7 +1,5 @@
 """The index of stored images: bounds, quotas, times to live, pins, and namespaces."""
 
-from __future__ import annotations
-
 import hashlib
 from typing import Any
 
@@ -63,7 +61,7 @@ def handle_of(name: str) -> ImageHandle:
     return ImageHandle(hashlib.sha256(name.encode()).hexdigest())
 
 
-def test_an_image_is_found_in_its_namespace_and_in_no_other() -> None:
+def test_an_image_is_found_in_its_namespace_and_in_no_other():
     rig = Rig()
     handle = rig.put("cat")
     assert rig.store.get("a", handle).handle == handle
@@ -73,14 +71,14 @@ def test_an_image_is_found_in_its_namespace_and_in_no_other() -> None:
     assert (rig.store.usage.num_lookups, rig.store.usage.num_hits) == (3, 1)
 
 
-def test_storing_an_image_again_takes_no_more_memory() -> None:
+def test_storing_an_image_again_takes_no_more_memory():
     rig = Rig()
     rig.put("cat")
     rig.put("cat")
     assert (rig.store.usage.num_images, rig.store.usage.num_bytes) == (1, COST)
 
 
-def test_storing_an_image_again_never_shortens_its_time_nor_unpins_it() -> None:
+def test_storing_an_image_again_never_shortens_its_time_nor_unpins_it():
     rig = Rig()
     handle = rig.put("cat", ttl_s=100.0, is_pinned=True)
     rig.put("cat", ttl_s=10.0)
@@ -90,7 +88,7 @@ def test_storing_an_image_again_never_shortens_its_time_nor_unpins_it() -> None:
     assert image.expires_at == 1200.0
 
 
-def test_an_image_is_dropped_and_forgotten_when_its_time_is_over() -> None:
+def test_an_image_is_dropped_and_forgotten_when_its_time_is_over():
     rig = Rig()
     handle = rig.put("cat")
     rig.put("dog", ttl_s=5.0)
@@ -104,7 +102,7 @@ def test_an_image_is_dropped_and_forgotten_when_its_time_is_over() -> None:
         rig.store.get("a", handle)
 
 
-def test_a_renewed_image_lives_on() -> None:
+def test_a_renewed_image_lives_on():
     rig = Rig()
     rig.put("cat", ttl_s=5.0)
     rig.put("cat", ttl_s=50.0)
@@ -116,14 +114,14 @@ def test_a_renewed_image_lives_on() -> None:
     assert rig.store.usage.num_images == 0
 
 
-def test_a_time_to_live_is_bounded() -> None:
+def test_a_time_to_live_is_bounded():
     rig = Rig()
     rig.put("cat", ttl_s=1e9)
     rig.now += 600.0
     assert rig.names("cat") == []
 
 
-def test_a_namespace_that_is_full_loses_what_it_used_least_recently() -> None:
+def test_a_namespace_that_is_full_loses_what_it_used_least_recently():
     rig = Rig()
     for name in ("one", "two", "three"):
         rig.put(name)
@@ -134,7 +132,7 @@ def test_a_namespace_that_is_full_loses_what_it_used_least_recently() -> None:
     assert rig.forgotten == []  # it may come back soon
 
 
-def test_a_full_store_drops_images_of_the_namespace_that_holds_most() -> None:
+def test_a_full_store_drops_images_of_the_namespace_that_holds_most():
     rig = Rig()
     rig.put("other", "b")
     for name in ("one", "two", "three"):
@@ -144,7 +142,7 @@ def test_a_full_store_drops_images_of_the_namespace_that_holds_most() -> None:
     assert rig.names("other", namespace="b") == ["other"]
 
 
-def test_pinned_images_stay_and_fill_the_quota() -> None:
+def test_pinned_images_stay_and_fill_the_quota():
     rig = Rig()
     rig.put("pinned", is_pinned=True)
     for name in ("one", "two", "three", "four"):
@@ -157,7 +155,7 @@ def test_pinned_images_stay_and_fill_the_quota() -> None:
     assert rig.names("pinned", "three", "four") == ["pinned", "three", "four"]
 
 
-def test_pinning_what_is_stored_counts_against_the_quota() -> None:
+def test_pinning_what_is_stored_counts_against_the_quota():
     rig = Rig(quota_bytes=2 * COST)
     rig.put("one", is_pinned=True)
     rig.put("two")
@@ -168,7 +166,7 @@ def test_pinning_what_is_stored_counts_against_the_quota() -> None:
     assert rig.names("two", "three") == ["two", "three"]
 
 
-def test_a_store_of_pinned_images_takes_no_other() -> None:
+def test_a_store_of_pinned_images_takes_no_other():
     rig = Rig()
     for name in ("one", "two"):
         rig.put(name, is_pinned=True)
@@ -178,7 +176,7 @@ def test_a_store_of_pinned_images_takes_no_other() -> None:
     assert rig.store.usage.num_bytes == 4 * COST
 
 
-def test_an_image_above_the_quota_is_refused_and_nothing_leaves_for_it() -> None:
+def test_an_image_above_the_quota_is_refused_and_nothing_leaves_for_it():
     rig = Rig()
     rig.put("small")
     with pytest.raises(ImageQuotaExceeded):
@@ -186,7 +184,7 @@ def test_an_image_above_the_quota_is_refused_and_nothing_leaves_for_it() -> None
     assert rig.names("small") == ["small"]
 
 
-def test_a_deleted_image_is_gone_though_it_was_pinned() -> None:
+def test_a_deleted_image_is_gone_though_it_was_pinned():
     rig = Rig()
     handle = rig.put("cat", is_pinned=True)
     rig.store.delete("a", handle)
@@ -196,7 +194,7 @@ def test_a_deleted_image_is_gone_though_it_was_pinned() -> None:
     assert rig.store.usage.num_bytes == 0
 
 
-def test_a_namespace_is_dropped_whole() -> None:
+def test_a_namespace_is_dropped_whole():
     rig = Rig()
     rig.put("one")
     rig.put("two", is_pinned=True)
@@ -208,7 +206,7 @@ def test_a_namespace_is_dropped_whole() -> None:
     assert rig.store.usage.num_bytes == COST
 
 
-def test_the_oldest_image_is_known() -> None:
+def test_the_oldest_image_is_known():
     rig = Rig()
     assert rig.store.usage.oldest_stored_at is None
     rig.put("one")
@@ -232,7 +230,7 @@ OPERATIONS = st.tuples(
 
 
 @given(st.lists(OPERATIONS, max_size=60))
-def test_whatever_is_done_the_books_are_right(operations: list[tuple[str, str, str, bool, float]]) -> None:
+def test_whatever_is_done_the_books_are_right(operations: list[tuple[str, str, str, bool, float]]):
     rig = Rig()
     for kind, namespace, name, is_pinned, ttl_s in operations:
         try:

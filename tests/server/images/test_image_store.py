@@ -1,7 +1,5 @@
 """Images in the memory of a process, and removals from the engine's caches."""
 
-from __future__ import annotations
-
 import hashlib
 
 import pytest
@@ -24,7 +22,7 @@ def forget_nothing(namespace: str, sha256: str) -> None:
     """No cache is part of these tests."""
 
 
-async def test_the_file_of_an_image_is_read_with_its_digest() -> None:
+async def test_the_file_of_an_image_is_read_with_its_digest():
     store = MemoryImages(LIMITS, forget_nothing)
     await store.put("a", HANDLE, DATA, INFO, Retention())
     file = await store.read("a", await store.find("a", HANDLE))
@@ -33,7 +31,7 @@ async def test_the_file_of_an_image_is_read_with_its_digest() -> None:
         await store.find("b", HANDLE)
 
 
-async def test_an_image_that_leaves_after_it_was_found_is_not_found() -> None:
+async def test_an_image_that_leaves_after_it_was_found_is_not_found():
     store = MemoryImages(LIMITS, forget_nothing)
     image = await store.put("a", HANDLE, DATA, INFO, Retention())
     await store.delete("a", HANDLE)
@@ -42,7 +40,7 @@ async def test_an_image_that_leaves_after_it_was_found_is_not_found() -> None:
     assert (store.load().used_bytes, store.load().num_evictions) == (0, 0)
 
 
-async def test_an_image_that_is_stored_again_is_one_image() -> None:
+async def test_an_image_that_is_stored_again_is_one_image():
     store = MemoryImages(LIMITS, forget_nothing)
     await store.put("a", HANDLE, DATA, INFO, Retention())
     renewed = await store.put("a", HANDLE, DATA, INFO, Retention(is_pinned=True))
@@ -50,7 +48,7 @@ async def test_an_image_that_is_stored_again_is_one_image() -> None:
     assert store.load().used_bytes == len(DATA) + BOOKKEEPING_BYTES
 
 
-async def test_an_image_without_room_is_not_kept() -> None:
+async def test_an_image_without_room_is_not_kept():
     store = MemoryImages(StoreLimits(2**20, 100, 60.0, 600.0), forget_nothing)
     for store_image in (
         store.require_room("a", len(DATA)),
@@ -61,7 +59,7 @@ async def test_an_image_without_room_is_not_kept() -> None:
     assert await store.renew("a", HANDLE, Retention()) is None
 
 
-async def test_removals_are_done_in_order() -> None:
+async def test_removals_are_done_in_order():
     engine = FakeEngine()
     purges = CachePurges(engine)
     await purges.done()
@@ -73,7 +71,7 @@ async def test_removals_are_done_in_order() -> None:
     assert engine.cleared == [("a", bytes.fromhex(SHA256)), ("b", None), ("c", bytes.fromhex(SHA256))]
 
 
-async def test_a_removal_that_fails_keeps_no_other_from_being_done() -> None:
+async def test_a_removal_that_fails_keeps_no_other_from_being_done():
     class Failing(FakeEngine):
         async def forget_image(self, digest: bytes, namespace: str = "") -> ClearedCache:
             raise RuntimeError("a bug")
@@ -86,7 +84,7 @@ async def test_a_removal_that_fails_keeps_no_other_from_being_done() -> None:
     assert engine.cleared == [("b", None)]
 
 
-async def test_an_engine_that_ends_keeps_no_other_from_removing_more() -> None:
+async def test_an_engine_that_ends_keeps_no_other_from_removing_more():
     class OneOfTwoEnds(FakeEngine):
         """Two engines, of which one ends while the first removal is under way."""
 

@@ -1,7 +1,5 @@
 """The names of processors in reports."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 from kestrel_grpc.process.machine import machine_facts, processors

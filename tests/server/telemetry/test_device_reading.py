@@ -1,7 +1,5 @@
 """Readings of a GPU, from a library that stands for the driver's."""
 
-from __future__ import annotations
-
 # ruff: noqa: N802 (methods bear the names of the driver's functions)
 import sys
 from types import SimpleNamespace

@@ -1,7 +1,5 @@
 """Histograms beside those of Prometheus' own client."""
 
-from __future__ import annotations
-
 import prometheus_client
 import pytest
 from hypothesis import given

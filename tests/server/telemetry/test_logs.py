@@ -1,7 +1,5 @@
 """What is logged, in both formats, and what happens where nothing can be written."""
 
-from __future__ import annotations
-
 import fcntl
 import gc
 import io
@@ -293,7 +291,7 @@ class BlockedStream(io.StringIO):
 
 
 @pytest.mark.parametrize("line_format", ["text", "json"])
-def test_each_line_says_which_of_several_processes_wrote_it(line_format: str) -> None:
+def test_each_line_says_which_of_several_processes_wrote_it(line_format: str):
     stream = io.StringIO()
     logging.getLogger().handlers.clear()
     set_up_logging("info", stream, line_format=line_format, process="frontend-1")
@@ -306,7 +304,7 @@ def test_each_line_says_which_of_several_processes_wrote_it(line_format: str) ->
         assert line.endswith(" INFO frontend-1 kestrel_grpc.server serving\n")
 
 
-def test_lines_are_written_in_pieces_that_a_pipe_does_not_mix_with_those_of_others() -> None:
+def test_lines_are_written_in_pieces_that_a_pipe_does_not_mix_with_those_of_others():
     pieces: list[str] = []
 
     class Stream(io.StringIO):

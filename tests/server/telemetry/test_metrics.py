@@ -1,7 +1,5 @@
 """Metrics: what a call leaves behind in the text that Prometheus reads."""
 
-from __future__ import annotations
-
 import re
 from dataclasses import fields, replace
 
@@ -238,7 +236,7 @@ def test_the_documentation_lists_the_metrics_there_are(name, table):
     assert found[1] == table, "write it anew: python -m kestrel_grpc.telemetry.metrics"
 
 
-def test_every_tier_of_the_caches_is_read_at_each_scrape(engine: FakeEngine) -> None:
+def test_every_tier_of_the_caches_is_read_at_each_scrape(engine: FakeEngine):
     load = replace(
         engine.load(),
         image_cache=CacheLoad(1, 2, 3, 4, 5),

@@ -1,7 +1,5 @@
 """A whole server, watched from outside: over its HTTP port and at a receiver of traces."""
 
-from __future__ import annotations
-
 import asyncio
 import logging
 import socket

@@ -1,7 +1,5 @@
 """Traces, as a real receiver of OTLP gets them."""
 
-from __future__ import annotations
-
 import json
 import os
 from collections.abc import Callable, Iterator

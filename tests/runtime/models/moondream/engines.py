@@ -1,7 +1,5 @@
 """Runs engines of loaded models for the time of a test."""
 
-from __future__ import annotations
-
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from typing import Any

@@ -1,7 +1,5 @@
 """The published models' sizes, written out by hand: what inference from tensors has to come to."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass, replace
 
 from kestrel_runtime.models.moondream.config import (

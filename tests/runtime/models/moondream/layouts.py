@@ -1,7 +1,5 @@
 """Writes a model's tensors the other way round: canonical names back into either checkpoint layout."""
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 

@@ -1,7 +1,5 @@
 """Conversations with several pictures: the answers of the fixtures, and the same answer however it is computed."""
 
-from __future__ import annotations
-
 import asyncio
 import itertools
 import json
@@ -62,7 +60,7 @@ def chat_of(folder: Path, conversation: dict[str, Any], max_tokens: int) -> Chat
 )
 async def test_conversations_are_answered_as_they_are_defined(
     folder: Path, model: str, request: pytest.FixtureRequest
-) -> None:
+):
     """Without the cache; with it `kestrel-grpc verify` asks the same, in the tests of the acceptance."""
     fixture, loaded = fixture_of(folder), request.getfixturevalue(model)
     conversations = fixture["conversations"]
@@ -166,7 +164,7 @@ def expected(loaded: LoadedModel) -> list[list[object]]:
     return without_probabilities(asyncio.run(at_once(loaded)))
 
 
-def test_the_answers_depend_on_every_picture(expected: list[list[object]]) -> None:
+def test_the_answers_depend_on_every_picture(expected: list[list[object]]):
     answers = [str(output) for turns in expected for output in turns]
     assert len(set(answers)) == len(answers) - 1, "two conversations begin alike"
     assert expected[0][0] == expected[3][0]
@@ -174,7 +172,7 @@ def test_the_answers_depend_on_every_picture(expected: list[list[object]]) -> No
 
 async def test_turn_by_turn_with_the_cache_every_answer_is_that_of_the_whole_without_it(
     loaded: LoadedModel, expected: list[list[object]]
-) -> None:
+):
     async with served(loaded) as engine:
         first = await in_turns(engine)
         again = await in_turns(engine)
@@ -207,7 +205,7 @@ async def test_turn_by_turn_with_the_cache_every_answer_is_that_of_the_whole_wit
 )
 async def test_every_way_to_schedule_conversations_gives_the_same_answers(
     loaded: LoadedModel, expected: list[list[object]], settings: dict[str, Any]
-) -> None:
+):
     async with served(loaded, **settings) as engine:
         for _ in range(2):
             assert without_probabilities(outputs(await in_turns(engine))) == expected
@@ -219,7 +217,7 @@ async def test_every_way_to_schedule_conversations_gives_the_same_answers(
 
 async def test_conversations_that_are_preempted_go_on_with_the_same_answers(
     shallow3: LoadedModel, monkeypatch: pytest.MonkeyPatch
-) -> None:
+):
     request = chat(last_turns(0)[0], [])
     long = replace(request, sampling=replace(GREEDY, max_tokens=60, logit_bias=((0, -100.0),)))
     requests = [replace(long, messages=(*long.messages[:-1], user(text, *PICTURES[:2]))) for text in "abcdef"]
@@ -237,7 +235,7 @@ async def test_conversations_that_are_preempted_go_on_with_the_same_answers(
         assert preempted
 
 
-async def test_over_sockets_the_answers_are_the_same(shallow2: LoadedModel, tmp_path: Path) -> None:
+async def test_over_sockets_the_answers_are_the_same(shallow2: LoadedModel, tmp_path: Path):
     wanted = without_probabilities(await at_once(shallow2))
     async with served(shallow2) as engine, behind_sockets(engine, tmp_path) as client:
         for _ in range(2):
@@ -246,7 +244,7 @@ async def test_over_sockets_the_answers_are_the_same(shallow2: LoadedModel, tmp_
 
 async def test_deterministic_conversations_have_the_same_bits_whatever_is_cached_or_runs_beside_them(
     shallow3_folder: Path,
-) -> None:
+):
     numbers = (3,)
     config = EngineConfig(str(shallow3_folder), dtype="float32", device="cpu", deterministic=True)
     alone = await asyncio.to_thread(

@@ -3,8 +3,6 @@
 What is compared are the ids of the tokens and their logprobs, with those of the likeliest others.
 """
 
-from __future__ import annotations
-
 import asyncio
 import dataclasses
 import random
@@ -87,27 +85,27 @@ def wanted(shallow3_folder: Path) -> list[Answer]:
     return asyncio.run(alone(shallow3_folder, dtype="float32"))
 
 
-async def test_text_has_the_same_bytes_alone_and_in_any_batch(wanted: list[Answer], shallow3_folder: Path) -> None:
+async def test_text_has_the_same_bytes_alone_and_in_any_batch(wanted: list[Answer], shallow3_folder: Path):
     assert len(set(wanted)) == NUM_REQUESTS
     async with engine(shallow3_folder, dtype="float32") as busy:
         for seed in range(2):  # the second time much is cached
             assert await together(busy, seed=seed) == wanted
 
 
-async def test_so_it_has_in_bfloat16_without_experts(shallow2_folder: Path) -> None:
+async def test_so_it_has_in_bfloat16_without_experts(shallow2_folder: Path):
     wanted = await alone(shallow2_folder, dtype="bfloat16")
     async with engine(shallow2_folder, dtype="bfloat16") as busy:
         assert await together(busy) == wanted
 
 
-async def test_text_has_the_same_bytes_in_small_chunks(wanted: list[Answer], shallow3_folder: Path) -> None:
+async def test_text_has_the_same_bytes_in_small_chunks(wanted: list[Answer], shallow3_folder: Path):
     async with engine(shallow3_folder, dtype="float32", max_prefill_tokens=7, max_batch_size=5) as busy:
         assert await together(busy) == wanted
 
 
 async def test_text_has_the_same_bytes_after_preemptions(
     wanted: list[Answer], shallow3_folder: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+):
     preempted: list[object] = []
     preempt = Scheduler._preempt
     monkeypatch.setattr(Scheduler, "_preempt", lambda self, each: (preempted.append(each), preempt(self, each)))
@@ -122,7 +120,7 @@ async def test_text_has_the_same_bytes_after_preemptions(
 
 async def test_answers_about_images_have_the_same_bytes_with_and_without_their_pages(
     shallow3_folder: Path,
-) -> None:
+):
     numbers = (2, 3)
     async with engine(shallow3_folder, dtype="float32", prefix_cache=False) as quiet:
         wanted = [await answer(quiet, number, IMAGE) for number in numbers]
@@ -135,14 +133,14 @@ async def test_answers_about_images_have_the_same_bytes_with_and_without_their_p
 
 
 @pytest.mark.parametrize("folder", [MD2_SMALL, MD3_SMALL], ids=["without experts", "with experts"])
-def test_a_gpu_captures_graphs(folder: Path) -> None:
+def test_a_gpu_captures_graphs(folder: Path):
     pytest.importorskip("triton")
     model = LoadedModel.load(EngineConfig(str(folder), device="cpu")).model
     execution = ExecutionConfig.of(EngineConfig(deterministic=True), "cuda", model)
     assert (execution.text, execution.vision, execution.with_graphs) == ("invariant", "invariant", True)
 
 
-async def test_a_product_that_depends_on_the_batch_is_refused_at_the_start(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_product_that_depends_on_the_batch_is_refused_at_the_start(monkeypatch: pytest.MonkeyPatch):
     def by_row_number(rows: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
         return torch.nn.functional.linear(rows, weight, bias) + torch.arange(len(rows), device=rows.device)[:, None]
 
@@ -163,7 +161,7 @@ async def test_a_product_that_depends_on_the_batch_is_refused_at_the_start(monke
         ({"adapters": "/somewhere"}, "adapters"),
     ],
 )
-async def test_what_depends_on_the_batch_is_refused(options: dict[str, Any], reason: str) -> None:
+async def test_what_depends_on_the_batch_is_refused(options: dict[str, Any], reason: str):
     with pytest.raises(CheckpointError, match=reason):
         async with engine(MD3_SMALL, **options):
             pass

@@ -1,7 +1,5 @@
 """Kernels that are loaded while weights are copied."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from typing import Any
 
@@ -38,7 +36,7 @@ def loaded(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     return needs
 
 
-def test_they_are_those_that_the_model_needs_once_it_is_loaded(loaded: list[Any]) -> None:
+def test_they_are_those_that_the_model_needs_once_it_is_loaded(loaded: list[Any]):
     early = EarlyKernels(CONFIG, SETTINGS, torch.bfloat16, "model", WEIGHTS)
     early.load()
     found = early.loaded_for(SETTINGS)
@@ -52,14 +50,14 @@ def test_they_are_those_that_the_model_needs_once_it_is_loaded(loaded: list[Any]
     assert found.needs == kernel_needs(CONFIG, SETTINGS, execution, bounds, model.dtype, model.expert_format)
 
 
-def test_they_are_not_used_with_other_settings(loaded: list[Any]) -> None:
+def test_they_are_not_used_with_other_settings(loaded: list[Any]):
     early = EarlyKernels(CONFIG, SETTINGS, torch.bfloat16, "model", WEIGHTS)
     assert early.loaded_for(SETTINGS) is None
     early.load()
     assert early.loaded_for(replace(SETTINGS, kv_dtype="auto")) is None
 
 
-def test_settings_that_the_card_does_not_allow_fail_the_start(loaded: list[Any]) -> None:
+def test_settings_that_the_card_does_not_allow_fail_the_start(loaded: list[Any]):
     settings = replace(SETTINGS, kernels=(("prefill_attention", "unknown"),))
     with pytest.raises(CheckpointError, match="no such kernels"):
         EarlyKernels(CONFIG, settings, torch.bfloat16, "model", WEIGHTS).load()

@@ -1,7 +1,5 @@
 """Embeddings of images are those of the reference, in any batch, from the cache or not, and need no pages."""
 
-from __future__ import annotations
-
 import asyncio
 from dataclasses import replace
 from typing import Any, NamedTuple
@@ -79,7 +77,7 @@ def small(request: pytest.FixtureRequest) -> tuple[LoadedModel, Any]:
 
 async def test_embeddings_are_those_of_the_reference_alone_and_among_other_requests(
     small: tuple[LoadedModel, Any],
-) -> None:
+):
     loaded, folder = small
     expected = load_file(folder / "expected.safetensors")
     requests = [Embed(image, patches=True, dtype="float32") for image in images_of(folder)]
@@ -98,7 +96,7 @@ async def test_embeddings_are_those_of_the_reference_alone_and_among_other_reque
     assert error_of(together[1].patches, alone.patches) <= 1e-5
 
 
-async def test_embeddings_have_the_format_and_the_length_that_a_request_asks_for(shallow2: LoadedModel) -> None:
+async def test_embeddings_have_the_format_and_the_length_that_a_request_asks_for(shallow2: LoadedModel):
     image = images_of(MD2_SMALL)[0]
     async with served(shallow2) as engine:
         exact = await embedded(engine, Embed(image, patches=True, dtype="float32"))
@@ -113,7 +111,7 @@ async def test_embeddings_have_the_format_and_the_length_that_a_request_asks_for
     assert mean.patches.size == 0
 
 
-async def test_cached_embeddings_are_not_computed_again(shallow2: LoadedModel) -> None:
+async def test_cached_embeddings_are_not_computed_again(shallow2: LoadedModel):
     image = images_of(MD2_SMALL)[0]
     request = Embed(image, patches=True, dtype="float32")
     bypass = replace(request, options=RequestOptions(cache=CachePolicy.BYPASS))
@@ -138,7 +136,7 @@ async def test_cached_embeddings_are_not_computed_again(shallow2: LoadedModel) -
         assert answer.finished.image_size_px == question.image_size_px
 
 
-async def test_many_requests_for_embeddings_share_rows_and_entries_with_others(shallow3: LoadedModel) -> None:
+async def test_many_requests_for_embeddings_share_rows_and_entries_with_others(shallow3: LoadedModel):
     images = images_of(MD3_SMALL)
     wanted: list[Embedded] = []
     async with served(shallow3) as engine:
@@ -154,7 +152,7 @@ async def test_many_requests_for_embeddings_share_rows_and_entries_with_others(s
         assert error_of(each.patches.astype(np.float32), wanted[index % len(images)].patches) <= 2e-3
 
 
-async def test_a_request_that_is_cancelled_leaves_nothing(shallow2: LoadedModel) -> None:
+async def test_a_request_that_is_cancelled_leaves_nothing(shallow2: LoadedModel):
     image = images_of(MD2_SMALL)[0]
     async with served(shallow2) as engine:
         streams = [engine.submit(Embed(image, patches=True)) for _ in range(4)]
@@ -167,7 +165,7 @@ async def test_a_request_that_is_cancelled_leaves_nothing(shallow2: LoadedModel)
 
 async def test_embeddings_are_read_again_after_a_failed_step(
     shallow2: LoadedModel, monkeypatch: pytest.MonkeyPatch
-) -> None:
+):
     launch, failures = StepRunner.launch, [ValueError("for the test")] * 2
 
     def failing(runner: StepRunner, batch: Batch, *others: Any) -> StepHandle:
@@ -187,7 +185,7 @@ async def test_embeddings_are_read_again_after_a_failed_step(
 
 async def test_numbers_that_do_not_fit_the_format_are_an_error(
     shallow2: LoadedModel, monkeypatch: pytest.MonkeyPatch
-) -> None:
+):
     embeddings = StepRunner.image_embeddings
     monkeypatch.setattr(StepRunner, "image_embeddings", lambda *given: embeddings(*given) * 1e9)
     image = images_of(MD2_SMALL)[0]
@@ -197,7 +195,7 @@ async def test_numbers_that_do_not_fit_the_format_are_an_error(
         assert (await embedded(engine, Embed(image, patches=True, dtype="float32"))).patches.max() > 65504
 
 
-def test_a_request_for_embeddings_names_all_its_mistakes() -> None:
+def test_a_request_for_embeddings_names_all_its_mistakes():
     with pytest.raises(InvalidRequest) as refused:
         Embed(b"", dtype="int8", options=RequestOptions(adapter="colours"))
     assert [item.field for item in refused.value.violations] == ["image", "dtype", "options.adapter"]

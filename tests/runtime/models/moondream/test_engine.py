@@ -51,7 +51,7 @@ def text_of(events: list[Event], channel: TextChannel) -> str:
     return "".join(item.text for item in events if isinstance(item, TextDelta) and item.channel is channel)
 
 
-async def test_the_deltas_of_each_channel_add_up_to_the_final_text(engine: LocalEngine) -> None:
+async def test_the_deltas_of_each_channel_add_up_to_the_final_text(engine: LocalEngine):
     for seed in range(3):
         sampling = SamplingParams(temperature=2.0, max_tokens=30, seed=seed)
         query = Query("license", SMALL_IMAGE, reasoning=True, sampling=sampling)
@@ -64,7 +64,7 @@ async def test_the_deltas_of_each_channel_add_up_to_the_final_text(engine: Local
         assert text_of(events, TextChannel.ANSWER) == finished.output.answer
 
 
-async def test_usage_and_timing_tell_what_was_spent(engine: LocalEngine) -> None:
+async def test_usage_and_timing_tell_what_was_spent(engine: LocalEngine):
     finished = await engine.submit(
         Caption(SMALL_IMAGE, sampling=SamplingParams(temperature=0, max_tokens=5))
     ).result()
@@ -99,7 +99,7 @@ def mixed_requests() -> list[Request]:
 
 async def test_the_warm_up_asks_for_every_skill_once_and_leaves_nothing_behind(
     shallow2: LoadedModel, shallow3: LoadedModel
-) -> None:
+):
     for loaded in (shallow2, shallow3):
         engine = RecordingEngine(loaded, EngineConfig(model="", max_queued_requests=1))
         await warm_up(engine)
@@ -108,7 +108,7 @@ async def test_the_warm_up_asks_for_every_skill_once_and_leaves_nothing_behind(
         assert engine.load().num_used_pages == 0
 
 
-async def test_moondream_2_refuses_to_segment(shallow2: LoadedModel) -> None:
+async def test_moondream_2_refuses_to_segment(shallow2: LoadedModel):
     engine = LocalEngine(shallow2, EngineConfig(model=""))
     try:
         with pytest.raises(SkillUnsupported):
@@ -117,7 +117,7 @@ async def test_moondream_2_refuses_to_segment(shallow2: LoadedModel) -> None:
         engine.close()
 
 
-async def test_thirty_two_mixed_requests_answer_as_they_do_alone(engine: LocalEngine) -> None:
+async def test_thirty_two_mixed_requests_answer_as_they_do_alone(engine: LocalEngine):
     requests = mixed_requests()
     alone = {id(request): (await engine.submit(request).result()).output for request in set(requests)}
     together = await asyncio.gather(*(engine.submit(request).result() for request in requests))
@@ -154,7 +154,7 @@ async def test_looking_ahead_changes_no_answer(
     one_by_one: list[Finished],
     monkeypatch: pytest.MonkeyPatch,
     is_complete: Iterator[bool],
-) -> None:
+):
     monkeypatch.setattr(StepRunner, "is_asynchronous", True)
     monkeypatch.setattr(StepHandle, "is_complete", lambda _: next(is_complete))
     # Pages for a few at a time, so that some are preempted while others decode ahead; prompts are chunked.
@@ -168,7 +168,7 @@ async def test_looking_ahead_changes_no_answer(
         ahead.close()
 
 
-async def test_logprobs_come_with_each_token_and_change_no_answer(engine: LocalEngine) -> None:
+async def test_logprobs_come_with_each_token_and_change_no_answer(engine: LocalEngine):
     sampling = SamplingParams(temperature=0.0, max_tokens=20, logprobs=4)
     query = Query("license", SMALL_IMAGE, reasoning=True, sampling=sampling)
     plain = await engine.submit(replace(query, sampling=replace(sampling, logprobs=None))).result()

@@ -1,7 +1,5 @@
 """Constrained answers of a small Moondream 3, whose random weights know neither JSON nor anything else."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 import re
@@ -73,14 +71,14 @@ def answer_of(finished: Finished) -> str:
 @pytest.mark.parametrize("temperature", [0.0, 3.0])
 async def test_a_complete_answer_satisfies_its_constraint(
     engine: LocalEngine, constraint: Constraint, temperature: float
-) -> None:
+):
     sampling = SamplingParams(temperature=temperature, max_tokens=200, seed=3)
     finished = await engine.submit(Query("what?", IMAGE, sampling=sampling, constraint=constraint)).result()
     assert finished.finish_reason is FinishReason.STOP
     assert satisfies(answer_of(finished), constraint)
 
 
-async def test_reasoning_is_free_and_the_answer_is_not(engine: LocalEngine) -> None:
+async def test_reasoning_is_free_and_the_answer_is_not(engine: LocalEngine):
     sampling = SamplingParams(temperature=2.0, max_tokens=60, seed=4)
     query = Query("why?", IMAGE, reasoning=True, sampling=sampling)
     free, bound = await asyncio.gather(
@@ -94,7 +92,7 @@ async def test_reasoning_is_free_and_the_answer_is_not(engine: LocalEngine) -> N
     assert bound.output.answer in CONSTRAINTS[0].choices
 
 
-async def test_an_answer_that_is_cut_short_says_so(engine: LocalEngine) -> None:
+async def test_an_answer_that_is_cut_short_says_so(engine: LocalEngine):
     sampling = SamplingParams(temperature=0.0, max_tokens=4)
     finished = await engine.submit(Query("what?", sampling=sampling, constraint=CONSTRAINTS[2])).result()
     assert finished.finish_reason is FinishReason.LENGTH
@@ -102,14 +100,14 @@ async def test_an_answer_that_is_cut_short_says_so(engine: LocalEngine) -> None:
         json.loads(answer_of(finished))
 
 
-async def test_a_stop_string_ends_a_constrained_answer(engine: LocalEngine) -> None:
+async def test_a_stop_string_ends_a_constrained_answer(engine: LocalEngine):
     sampling = SamplingParams(temperature=0.0, max_tokens=200, stop=('"count"',))
     finished = await engine.submit(Query("what?", sampling=sampling, constraint=CONSTRAINTS[2])).result()
     assert (finished.finish_reason, finished.stop_sequence) == (FinishReason.STOP_SEQUENCE, '"count"')
     assert re.fullmatch(r'\{"colour": "(red|blue)", ', answer_of(finished))
 
 
-async def test_penalties_and_biases_bring_no_forbidden_token_back(engine: LocalEngine) -> None:
+async def test_penalties_and_biases_bring_no_forbidden_token_back(engine: LocalEngine):
     biases = tuple((token_id, 100.0) for token_id in range(300, 500))
     sampling = replace(HOT, top_k=3, min_p=0.01, repetition_penalty=2.0, presence_penalty=1.0, logit_bias=biases)
     asked = (engine.submit(Query("what?", sampling=sampling, constraint=item)).result() for item in CONSTRAINTS)
@@ -118,7 +116,7 @@ async def test_penalties_and_biases_bring_no_forbidden_token_back(engine: LocalE
         assert satisfies(answer_of(finished), constraint)
 
 
-async def test_each_of_several_samples_follows_the_constraint_by_itself(engine: LocalEngine) -> None:
+async def test_each_of_several_samples_follows_the_constraint_by_itself(engine: LocalEngine):
     samples = replace(HOT, n=6).samples()
     queries = [Query("what?", IMAGE, sampling=sampling, constraint=CONSTRAINTS[1]) for sampling in samples]
     answers = [answer_of(await stream.result()) for stream in [engine.submit(query) for query in queries]]
@@ -126,7 +124,7 @@ async def test_each_of_several_samples_follows_the_constraint_by_itself(engine: 
     assert len(set(answers)) > 1
 
 
-async def test_logprobs_are_those_of_the_model_without_the_mask(engine: LocalEngine) -> None:
+async def test_logprobs_are_those_of_the_model_without_the_mask(engine: LocalEngine):
     sampling = SamplingParams(temperature=0.0, max_tokens=200, logprobs=1)
     finished = await engine.submit(Query("what?", sampling=sampling, constraint=CONSTRAINTS[2])).result()
     assert isinstance(finished.output, QueryOutput)
@@ -134,7 +132,7 @@ async def test_logprobs_are_those_of_the_model_without_the_mask(engine: LocalEng
     assert any(token.logprob < token.top[0].logprob for token in finished.output.logprobs)
 
 
-async def test_others_of_a_batch_answer_as_they_do_alone(engine: LocalEngine) -> None:
+async def test_others_of_a_batch_answer_as_they_do_alone(engine: LocalEngine):
     free = [Query(f"question {number}", sampling=replace(HOT, max_tokens=20)) for number in range(3)]
     bound = [Query("what?", sampling=HOT, constraint=constraint) for constraint in CONSTRAINTS]
     alone = [(await engine.submit(query).result()).output for query in (*free, *bound)]
@@ -144,7 +142,7 @@ async def test_others_of_a_batch_answer_as_they_do_alone(engine: LocalEngine) ->
 
 async def test_a_forward_pass_ahead_and_preemption_change_no_answer(
     shallow3: LoadedModel, engine: LocalEngine, monkeypatch: pytest.MonkeyPatch
-) -> None:
+):
     sampling = replace(HOT, max_tokens=32)
     long = Constraint(regex="[0-9]{32}")
     queries = [
@@ -177,9 +175,7 @@ async def test_a_forward_pass_ahead_and_preemption_change_no_answer(
         ahead.close()
 
 
-async def test_a_matcher_that_fails_ends_its_request_alone(
-    engine: LocalEngine, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_a_matcher_that_fails_ends_its_request_alone(engine: LocalEngine, monkeypatch: pytest.MonkeyPatch):
     take = AnswerMatcher.take
     failing = Constraint(regex="[0-9]{50}")
 
@@ -200,7 +196,7 @@ async def test_a_matcher_that_fails_ends_its_request_alone(
 
 async def test_an_answer_is_checked_by_a_worker_and_ends_with_a_reason_where_it_misses_its_schema(
     engine: LocalEngine, monkeypatch: pytest.MonkeyPatch
-) -> None:
+):
     threads: list[str] = []
 
     def missing(_: AnswerCheck, answer: str) -> str | None:
@@ -230,9 +226,7 @@ async def test_an_answer_is_checked_by_a_worker_and_ends_with_a_reason_where_it_
     assert all("preprocess" in name for name in threads)
 
 
-async def test_a_check_that_fails_is_a_fault_of_the_server(
-    engine: LocalEngine, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_a_check_that_fails_is_a_fault_of_the_server(engine: LocalEngine, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(AnswerCheck, "miss", lambda *_: 1 / 0)
     with pytest.raises(InternalError):
         await engine.submit(
@@ -254,7 +248,7 @@ async def test_a_check_that_fails_is_a_fault_of_the_server(
 )
 async def test_a_constraint_that_cannot_be_compiled_is_refused(
     engine: LocalEngine, constraint: Constraint, field: str
-) -> None:
+):
     with pytest.raises(InvalidRequest) as caught:
         await engine.submit(Query("what?", constraint=constraint)).result()
     assert [violation.field for violation in caught.value.violations] == [field]

@@ -1,7 +1,5 @@
 """Answers with the crop cache are those without it, and only what one namespace has shown is found."""
 
-from __future__ import annotations
-
 import asyncio
 import hashlib
 import io
@@ -84,7 +82,7 @@ async def outputs(loaded: LoadedModel, requests: Sequence[Request], **settings: 
 
 async def test_a_picture_of_which_a_part_has_changed_encodes_only_the_crops_that_show_it(
     shallow3: LoadedModel,
-) -> None:
+):
     pictures = [WHOLE, CORNER, OPPOSITE, CORNER]
     requests = [ask(picture) for picture in pictures]
     expected = await outputs(shallow3, requests, crop_cache_bytes=0)
@@ -108,7 +106,7 @@ async def test_a_picture_of_which_a_part_has_changed_encodes_only_the_crops_that
 @pytest.mark.parametrize("crops_per_step", [1, 4])
 async def test_deterministic_answers_have_the_same_bits_with_found_crops(
     shallow2: LoadedModel, crops_per_step: int
-) -> None:
+):
     requests = [ask(picture, logprobs=3) for picture in (WHOLE, CORNER, OPPOSITE, TINY, WHOLE)]
     settings = {"deterministic": True, "max_crops_per_step": crops_per_step}
     expected = await outputs(shallow2, requests, crop_cache_bytes=0, **settings)
@@ -118,14 +116,14 @@ async def test_deterministic_answers_have_the_same_bits_with_found_crops(
         assert engine.load().crop_cache.num_hits > 0
 
 
-async def test_equal_crops_of_one_picture_are_encoded_once(shallow3: LoadedModel) -> None:
+async def test_equal_crops_of_one_picture_are_encoded_once(shallow3: LoadedModel):
     assert len(crops_of(shallow3, TINY)) == 2
     async with served(shallow3, **ALONE) as engine:
         assert await num_encoded(engine, ask(TINY)) == 1
 
 
 @pytest.mark.parametrize("num_kept", [1, 3])
-async def test_evicted_crops_change_no_answer(shallow3: LoadedModel, num_kept: int) -> None:
+async def test_evicted_crops_change_no_answer(shallow3: LoadedModel, num_kept: int):
     requests = [ask(picture) for picture in (WHOLE, CORNER, TINY, OPPOSITE)]
     expected = await outputs(shallow3, requests, crop_cache_bytes=0)
     settings = {"max_batch_size": 3, "max_crops_per_step": 2, "num_kv_pages": 18}
@@ -138,7 +136,7 @@ async def test_evicted_crops_change_no_answer(shallow3: LoadedModel, num_kept: i
     assert load.used_bytes == num_kept * crop_bytes(shallow3)
 
 
-async def test_crops_are_bypassed_and_encoded_anew(shallow3: LoadedModel) -> None:
+async def test_crops_are_bypassed_and_encoded_anew(shallow3: LoadedModel):
     async with served(shallow3, **ALONE) as engine:
 
         async def change(policy: CachePolicy) -> tuple[int, int]:
@@ -154,7 +152,7 @@ async def test_crops_are_bypassed_and_encoded_anew(shallow3: LoadedModel) -> Non
         assert await change(CachePolicy.USE) == (num_crops, 0)
 
 
-async def test_namespaces_share_no_crops_and_lose_them_alone(shallow3: LoadedModel) -> None:
+async def test_namespaces_share_no_crops_and_lose_them_alone(shallow3: LoadedModel):
     num_crops = len(crops_of(shallow3, WHOLE))
     async with served(shallow3, **ALONE) as engine:
         assert await num_encoded(engine, ask(WHOLE), namespace="mine") == num_crops
@@ -169,7 +167,7 @@ async def test_namespaces_share_no_crops_and_lose_them_alone(shallow3: LoadedMod
         assert engine.load().crop_cache.used_bytes == 0
 
 
-async def test_a_failed_step_empties_the_pool(shallow3: LoadedModel, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_failed_step_empties_the_pool(shallow3: LoadedModel, monkeypatch: pytest.MonkeyPatch):
     requests = [ask(WHOLE), ask(CORNER)]
     expected = await outputs(shallow3, requests, crop_cache_bytes=0)
     wait, failures = StepHandle.wait, [RuntimeError("the device failed, once")]
@@ -189,7 +187,7 @@ async def test_a_failed_step_empties_the_pool(shallow3: LoadedModel, monkeypatch
 
 async def test_digests_of_a_device_are_awaited_only_where_crops_have_come_again(
     shallow3: LoadedModel, monkeypatch: pytest.MonkeyPatch
-) -> None:
+):
     pictures = [WHOLE, CORNER, OPPOSITE, CORNER]
     expected = await outputs(shallow3, [ask(picture) for picture in pictures], crop_cache_bytes=0)
     get = CropDigests.get
@@ -211,7 +209,7 @@ async def test_digests_of_a_device_are_awaited_only_where_crops_have_come_again(
     assert counts[3] == 0
 
 
-async def test_a_cache_of_no_bytes_is_off(shallow3: LoadedModel) -> None:
+async def test_a_cache_of_no_bytes_is_off(shallow3: LoadedModel):
     async with served(shallow3, **ALONE, crop_cache_bytes=0) as engine:
         await answer(engine, ask(WHOLE))
         assert engine.load().crop_cache == CacheLoad()
@@ -227,7 +225,7 @@ async def test_a_cache_of_no_bytes_is_off(shallow3: LoadedModel) -> None:
     ],
     ids=["float32", "deterministic", "float8"],
 )
-async def test_a_gpu_finds_crops_once_their_namespace_has_shown_some_again(settings: dict[str, Any]) -> None:
+async def test_a_gpu_finds_crops_once_their_namespace_has_shown_some_again(settings: dict[str, Any]):
     config = EngineConfig(model=str(MD3_SMALL), device="cuda", num_kv_pages=512, **ALONE, **settings)
     requests = [ask(picture) for picture in (WHOLE, CORNER, OPPOSITE, WHOLE, CORNER)]
 

@@ -1,7 +1,5 @@
 """Answers with the prefix cache are those without it, and only what is complete is shared."""
 
-from __future__ import annotations
-
 import asyncio
 import hashlib
 import threading
@@ -96,9 +94,7 @@ def expected(loaded: LoadedModel, known: dict[int, list[object]]) -> list[object
     return known[id(loaded)]
 
 
-async def test_hits_and_misses_answer_as_an_engine_without_a_cache(
-    loaded: LoadedModel, expected: list[object]
-) -> None:
+async def test_hits_and_misses_answer_as_an_engine_without_a_cache(loaded: LoadedModel, expected: list[object]):
     requests, one = questions(), embedding_bytes(loaded)
     async with served(loaded, image_cache_bytes=2 * one) as engine:
         first = [await answer(engine, request) for request in requests]
@@ -121,7 +117,7 @@ async def test_hits_and_misses_answer_as_an_engine_without_a_cache(
 @pytest.mark.parametrize(("loaded", "num_kv_pages"), [(MD3_SMALL, 10), (MD2_SMALL, 18)], indirect=["loaded"])
 async def test_mixed_load_that_forces_evictions_changes_no_answer(
     loaded: LoadedModel, expected: list[object], num_kv_pages: int
-) -> None:
+):
     requests = questions()
     async with served(loaded, num_kv_pages=num_kv_pages, max_batch_size=4, max_prefill_tokens=64) as engine:
         for _ in range(2):
@@ -134,7 +130,7 @@ async def test_mixed_load_that_forces_evictions_changes_no_answer(
 
 async def test_the_first_of_two_identical_questions_is_cancelled_while_its_prompt_is_computed(
     shallow3: LoadedModel, monkeypatch: pytest.MonkeyPatch
-) -> None:
+):
     request = Query("What is in this image?", IMAGES[0], sampling=GREEDY)
     expected = await wanted(shallow3, [request])
     began, may_go_on, launch = threading.Event(), threading.Event(), StepRunner.launch
@@ -154,7 +150,7 @@ async def test_the_first_of_two_identical_questions_is_cancelled_while_its_promp
         assert (await second.result()).output == expected[0]
 
 
-async def test_two_first_questions_about_an_image_compute_it_once(shallow3: LoadedModel) -> None:
+async def test_two_first_questions_about_an_image_compute_it_once(shallow3: LoadedModel):
     requests = [Query(text, IMAGES[0], sampling=GREEDY) for text in ("What is it?", "Where is it?", "Is it new?")]
     expected = await wanted(shallow3, requests)
     async with served(shallow3) as engine:
@@ -167,7 +163,7 @@ async def test_two_first_questions_about_an_image_compute_it_once(shallow3: Load
     assert load.num_waiting == 0
 
 
-async def test_a_request_can_compute_anew_or_bypass_the_cache(shallow3: LoadedModel) -> None:
+async def test_a_request_can_compute_anew_or_bypass_the_cache(shallow3: LoadedModel):
     use = Query("What is in this image?", IMAGES[0], sampling=GREEDY)
     refresh, bypass = with_policy(use, CachePolicy.REFRESH), with_policy(use, CachePolicy.BYPASS)
     async with served(shallow3) as engine:
@@ -177,7 +173,7 @@ async def test_a_request_can_compute_anew_or_bypass_the_cache(shallow3: LoadedMo
     assert cached == [0, 0, 0, 0, WHOLE_PAGES]
 
 
-async def test_namespaces_share_nothing(shallow3: LoadedModel) -> None:
+async def test_namespaces_share_nothing(shallow3: LoadedModel):
     request = Query("What is in this image?", IMAGES[0], sampling=GREEDY)
     async with served(shallow3) as engine:
         await answer(engine, request, namespace="mine")
@@ -185,7 +181,7 @@ async def test_namespaces_share_nothing(shallow3: LoadedModel) -> None:
         assert (await answer(engine, request, namespace="mine")).usage.num_cached_tokens == WHOLE_PAGES
 
 
-async def test_what_is_removed_is_computed_again(shallow3: LoadedModel) -> None:
+async def test_what_is_removed_is_computed_again(shallow3: LoadedModel):
     first, second = (Query("What is in this image?", image, sampling=GREEDY) for image in IMAGES)
     async with served(shallow3) as engine:
 
@@ -210,7 +206,7 @@ async def test_what_is_removed_is_computed_again(shallow3: LoadedModel) -> None:
 
 async def test_a_step_that_fails_publishes_nothing_and_forgets_what_is_cached(
     shallow3: LoadedModel, monkeypatch: pytest.MonkeyPatch
-) -> None:
+):
     request = Query("What is in this image?", IMAGES[0], sampling=GREEDY)
     other = Query("What is in this image?", IMAGES[1], sampling=GREEDY)
     expected = await wanted(shallow3, [request, other])
@@ -234,7 +230,7 @@ async def test_a_step_that_fails_publishes_nothing_and_forgets_what_is_cached(
 
 async def test_a_known_image_is_decoded_only_where_its_pages_are_gone_when_it_starts(
     loaded: LoadedModel, monkeypatch: pytest.MonkeyPatch
-) -> None:
+):
     requests = [Query(text, IMAGES[0], sampling=GREEDY) for text in ("What is it?", "Where is it?", "Is it new?")]
     expected = await wanted(loaded, requests)
     decoded: list[object] = []
@@ -265,7 +261,7 @@ def embedding_bytes(loaded: LoadedModel) -> int:
 
 async def test_embeddings_that_are_found_answer_as_those_that_are_encoded(
     loaded: LoadedModel, expected: list[object]
-) -> None:
+):
     requests = questions()
     one = embedding_bytes(loaded)
     async with served(loaded, prefix_cache=False, image_cache_bytes=2 * one) as engine:
@@ -285,7 +281,7 @@ async def test_embeddings_that_are_found_answer_as_those_that_are_encoded(
 )
 async def test_mixed_load_that_evicts_embeddings_changes_no_answer(
     loaded: LoadedModel, expected: list[object], num_kept: int, *, prefix_cache: bool
-) -> None:
+):
     requests = questions()
     one = embedding_bytes(loaded)
     settings = {"num_kv_pages": 18, "max_batch_size": 4, "max_prefill_tokens": 64, "max_crops_per_step": 1}
@@ -301,7 +297,7 @@ async def test_mixed_load_that_evicts_embeddings_changes_no_answer(
 
 async def test_an_image_with_embeddings_is_decoded_only_where_they_are_gone_when_it_starts(
     shallow3: LoadedModel, monkeypatch: pytest.MonkeyPatch
-) -> None:
+):
     requests = [Query(text, IMAGES[0], sampling=GREEDY) for text in ("What is it?", "Where is it?", "Is it new?")]
     expected = await wanted(shallow3, requests)
     decoded: list[object] = []
@@ -321,7 +317,7 @@ async def test_an_image_with_embeddings_is_decoded_only_where_they_are_gone_when
         assert len(decoded) == 2
 
 
-async def test_embeddings_are_removed_bypassed_and_encoded_anew(shallow3: LoadedModel) -> None:
+async def test_embeddings_are_removed_bypassed_and_encoded_anew(shallow3: LoadedModel):
     use = Query("What is in this image?", IMAGES[0], sampling=GREEDY)
     refresh, bypass = with_policy(use, CachePolicy.REFRESH), with_policy(use, CachePolicy.BYPASS)
     async with served(shallow3, prefix_cache=False) as engine:
@@ -342,7 +338,7 @@ async def test_embeddings_are_removed_bypassed_and_encoded_anew(shallow3: Loaded
 
 async def test_a_request_that_is_prepared_while_its_image_is_removed_publishes_nothing(
     shallow3: LoadedModel, monkeypatch: pytest.MonkeyPatch
-) -> None:
+):
     request = Query("What is in this image?", IMAGES[0], sampling=GREEDY)
     began, may_go_on = threading.Event(), threading.Event()
 
@@ -363,7 +359,7 @@ async def test_a_request_that_is_prepared_while_its_image_is_removed_publishes_n
         assert (load.image_cache.used_bytes, load.prefix_cache.used_bytes) == (0, 0)
 
 
-async def test_a_failed_step_leaves_no_embeddings(shallow3: LoadedModel, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_failed_step_leaves_no_embeddings(shallow3: LoadedModel, monkeypatch: pytest.MonkeyPatch):
     requests = [Query("What is in this image?", image, sampling=GREEDY) for image in IMAGES]
     expected = await wanted(shallow3, requests)
     wait, failures = StepHandle.wait, [RuntimeError("the device failed, once")]

@@ -1,7 +1,5 @@
 """Which images count as the same for the prefix cache, and that each is answered about as it is without a cache."""
 
-from __future__ import annotations
-
 import io
 import time
 from collections.abc import Iterator
@@ -66,7 +64,7 @@ async def known(engine: LocalEngine, image: bytes | RawImage) -> Finished:
     return again
 
 
-async def test_pixels_with_equal_bytes_and_another_shape_are_another_image(engine: LocalEngine) -> None:
+async def test_pixels_with_equal_bytes_and_another_shape_are_another_image(engine: LocalEngine):
     pixels = picture(1).tobytes()
     shapes = [
         RawImage.packed(pixels, WIDTH, HEIGHT, PixelFormat.RGB8),
@@ -81,7 +79,7 @@ async def test_pixels_with_equal_bytes_and_another_shape_are_another_image(engin
 
 async def test_pixels_and_the_bytes_of_a_file_are_different_images_though_the_bytes_are_equal(
     engine: LocalEngine,
-) -> None:
+):
     file = encoded(picture(2))
     await computed(engine, file)
     row = RawImage.packed(file, len(file), 1, PixelFormat.GRAY8)
@@ -90,7 +88,7 @@ async def test_pixels_and_the_bytes_of_a_file_are_different_images_though_the_by
     await known(engine, row)
 
 
-async def test_of_an_animation_the_first_frame_counts(engine: LocalEngine) -> None:
+async def test_of_an_animation_the_first_frame_counts(engine: LocalEngine):
     first, second, third = picture(3), picture(4), picture(5)
     still = encoded(first)
     one = encoded(first, save_all=True, append_images=[second])
@@ -103,7 +101,7 @@ async def test_of_an_animation_the_first_frame_counts(engine: LocalEngine) -> No
     assert (await known(engine, one)).output == answer
 
 
-async def test_each_orientation_of_exif_is_an_image_of_its_own_and_shown_upright(engine: LocalEngine) -> None:
+async def test_each_orientation_of_exif_is_an_image_of_its_own_and_shown_upright(engine: LocalEngine):
     turned = picture(6)
     upright = {
         1: turned,
@@ -120,7 +118,7 @@ async def test_each_orientation_of_exif_is_an_image_of_its_own_and_shown_upright
         assert (await known(engine, file)).output == answer
 
 
-async def test_an_image_that_is_encoded_again_is_new_and_answered_the_same(engine: LocalEngine) -> None:
+async def test_an_image_that_is_encoded_again_is_new_and_answered_the_same(engine: LocalEngine):
     image = picture(7)
     answers = [
         (await computed(engine, file)).output
@@ -134,7 +132,7 @@ async def test_an_image_that_is_encoded_again_is_new_and_answered_the_same(engin
     assert answers == answers[:1] * 4, "the pixels are the same"
 
 
-async def test_a_truncated_image_is_refused_each_time_and_never_cached(engine: LocalEngine) -> None:
+async def test_a_truncated_image_is_refused_each_time_and_never_cached(engine: LocalEngine):
     whole = encoded(picture(8))
     cut = whole[: len(whole) * 3 // 4]
     before = engine.load().prefix_cache
@@ -149,7 +147,7 @@ async def test_a_truncated_image_is_refused_each_time_and_never_cached(engine: L
         await ask(engine, cut)
 
 
-async def test_both_tiers_know_how_old_their_oldest_entry_is(engine: LocalEngine) -> None:
+async def test_both_tiers_know_how_old_their_oldest_entry_is(engine: LocalEngine):
     await engine.clear_cache()
     load = engine.load()
     assert (load.prefix_cache.oldest_age_s, load.image_cache.oldest_age_s) == (0.0, 0.0)

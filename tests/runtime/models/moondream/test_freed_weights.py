@@ -1,7 +1,5 @@
 """Weights stay in memory once: what a fused backend has a copy of is freed while it is built."""
 
-from __future__ import annotations
-
 import asyncio
 import weakref
 from typing import Any
@@ -54,7 +52,7 @@ def build(model: Moondream, config: EngineConfig, *, frees_originals: bool) -> B
 
 @pytest.mark.parametrize("path", ["fused", "fused-float8"])
 @pytest.mark.parametrize("folder", [MD2_SMALL, MD3_SMALL], ids=["moondream2", "moondream3"])
-def test_a_fused_text_path_leaves_the_model_only_what_it_has_no_copy_of(folder: object, path: str) -> None:
+def test_a_fused_text_path_leaves_the_model_only_what_it_has_no_copy_of(folder: object, path: str):
     owned, config = loaded(folder, text_backend=path)
     references = matrices(owned.model.text)
     paths = build(owned.model, config, frees_originals=True)
@@ -68,7 +66,7 @@ def test_a_fused_text_path_leaves_the_model_only_what_it_has_no_copy_of(folder: 
 
 
 @pytest.mark.parametrize("path", ["fused", "fused-float8", "calibrated-float8"])
-def test_a_fused_vision_path_leaves_the_model_only_its_last_norm_and_those_it_folds(path: str) -> None:
+def test_a_fused_vision_path_leaves_the_model_only_its_last_norm_and_those_it_folds(path: str):
     owned, config = loaded(MD2_SMALL, vision_backend=path)
     references = matrices(owned.model.vision)
     paths = build(owned.model, config, frees_originals=True)
@@ -79,7 +77,7 @@ def test_a_fused_vision_path_leaves_the_model_only_its_last_norm_and_those_it_fo
 
 
 @pytest.mark.parametrize("path", ["fused", "fused-float8"])
-def test_blocks_are_freed_one_by_one_while_they_are_converted(path: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_blocks_are_freed_one_by_one_while_they_are_converted(path: str, monkeypatch: pytest.MonkeyPatch):
     owned, config = loaded(MD2_SMALL, text_backend=path)
     blocks = first_matrices(owned.model.text)
     seen: list[list[bool]] = []
@@ -100,7 +98,7 @@ def test_blocks_are_freed_one_by_one_while_they_are_converted(path: str, monkeyp
 
 
 @pytest.mark.parametrize("path", ["fused", "calibrated-float8"])
-def test_blocks_of_the_encoder_are_freed_one_by_one_too(path: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_blocks_of_the_encoder_are_freed_one_by_one_too(path: str, monkeypatch: pytest.MonkeyPatch):
     owned, config = loaded(MD2_SMALL, vision_backend=path)
     blocks = first_matrices(owned.model.vision)
     seen: list[list[bool]] = []
@@ -115,14 +113,14 @@ def test_blocks_of_the_encoder_are_freed_one_by_one_too(path: str, monkeypatch: 
     assert seen == [[layer >= converted for layer in range(len(blocks))] for converted in range(len(blocks))]
 
 
-def test_a_model_that_others_use_too_keeps_all_its_weights() -> None:
+def test_a_model_that_others_use_too_keeps_all_its_weights():
     shared, config = loaded(MD2_SMALL, text_backend="fused", vision_backend="fused")
     before = weight_bytes(shared.model)
     build(shared.model, config, frees_originals=False)
     assert weight_bytes(shared.model) == before > 0
 
 
-def test_a_model_whose_weights_are_gone_cannot_be_run_by_mistake() -> None:
+def test_a_model_whose_weights_are_gone_cannot_be_run_by_mistake():
     owned, config = loaded(MD2_SMALL, text_backend="fused")
     build(owned.model, config, frees_originals=True)
     block: Any = owned.model.text.blocks[0]
@@ -156,7 +154,7 @@ async def answers(engine: LocalEngine) -> list[object]:
 )
 async def test_answers_are_those_of_an_engine_whose_model_keeps_its_weights(
     folder: str, text_backend: str, vision_backend: str, request: pytest.FixtureRequest
-) -> None:
+):
     model = str(request.getfixturevalue(folder))
     config = EngineConfig(
         model=model, device="cpu", text_backend=text_backend, vision_backend=vision_backend, num_kv_pages=512

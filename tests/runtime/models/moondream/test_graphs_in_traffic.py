@@ -1,7 +1,5 @@
 """The engine with CUDA graphs, of which any may fail to be captured: every answer is what it is without them."""
 
-from __future__ import annotations
-
 import asyncio
 import dataclasses
 import itertools
@@ -172,7 +170,7 @@ async def test_whatever_fails_to_be_captured_every_answer_is_right_and_no_reques
     caplog: pytest.LogCaptureFixture,
     failures: Callable[[], Iterable[Exception | None]],
     looks_ahead: bool,
-) -> None:
+):
     captures = Captures(monkeypatch, failures(), in_place=not looks_ahead)
     monkeypatch.setattr(runner_module.StepRunner, "is_asynchronous", looks_ahead)
     statuses: list[EngineStatus] = []
@@ -197,7 +195,7 @@ async def test_whatever_fails_to_be_captured_every_answer_is_right_and_no_reques
 
 async def test_graphs_are_captured_anew_after_a_restart(
     shallow2: LoadedModel, wanted: list[object], monkeypatch: pytest.MonkeyPatch
-) -> None:
+):
     captures = Captures(monkeypatch, ())
     engine = LocalEngine(shallow2, CONFIG)
     try:
@@ -217,7 +215,7 @@ async def test_graphs_are_captured_anew_after_a_restart(
 @pytest.mark.parametrize("case", CASES)
 def test_usual_traffic_finds_its_graphs_captured_by_the_start(
     case: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
+):
     capture = executor_module.MoondreamExecutor.capture
     captures, (tokens, image), model = Captures(monkeypatch, ()), CASES[case], MODELS[2]
     monkeypatch.setattr(executor_module.MoondreamExecutor, "capture", capture)
@@ -257,7 +255,7 @@ def test_usual_traffic_finds_its_graphs_captured_by_the_start(
 
 def test_sampling_kinds_multiply_no_graphs_of_prefill(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
+):
     capture = executor_module.MoondreamExecutor.capture
     Captures(monkeypatch, ())
     monkeypatch.setattr(executor_module.MoondreamExecutor, "capture", capture)
@@ -283,7 +281,7 @@ def test_sampling_kinds_multiply_no_graphs_of_prefill(
     assert kinds["captured decode steps"] == 3 * (2 + needs)  # layers for tokens with and without values, sampling
 
 
-def test_a_span_longer_than_steps_may_be_runs_on_its_own_inputs_each_time(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_span_longer_than_steps_may_be_runs_on_its_own_inputs_each_time(monkeypatch: pytest.MonkeyPatch):
     # Its fields are no place that a graph could read again.
     Captures(monkeypatch, ())
     model = random_model(tiny_config(crop_size=168))
@@ -298,7 +296,7 @@ def test_a_span_longer_than_steps_may_be_runs_on_its_own_inputs_each_time(monkey
         bench.step()
 
 
-def test_the_draws_of_every_skill_alone_and_together_are_usual(shallow2: LoadedModel) -> None:
+def test_the_draws_of_every_skill_alone_and_together_are_usual(shallow2: LoadedModel):
     config = shallow2.model.config
     found: set[int] = set()
     asked: list[Request] = [*requests(), Query("why?", SMALL_IMAGE)]
@@ -357,7 +355,7 @@ def starved(
 @pytest.mark.parametrize("cause", ["waits for the device", "no memory", "nothing fails"])
 async def test_on_a_gpu_captures_that_fail_change_no_answer(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, cause: str, captures_at_start: bool
-) -> None:
+):
     config = ON_A_GPU
     if cause == "waits for the device":
         config = dataclasses.replace(config, kernels=WAITS_FOR_THE_DEVICE)

@@ -1,7 +1,5 @@
 """An engine whose model has experts of 4 bits."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import torch
@@ -42,7 +40,7 @@ def stand_ins() -> tuple[LoadedModel, LoadedModel]:
 
 async def test_it_answers_with_and_without_adapters_as_one_with_the_weights_that_are_stood_for(
     tmp_path: Path,
-) -> None:
+):
     short, wide = stand_ins()
     write_peft(tmp_path / "own", random_pairs(short.model.config.text, seed=1))
     image = image_paths(MD3_SMALL)[0].read_bytes()
@@ -56,7 +54,7 @@ async def test_it_answers_with_and_without_adapters_as_one_with_the_weights_that
     assert found[0][:2] != found[0][2:], "the adapter changes nothing"
 
 
-def test_it_counts_the_weights_that_it_stands_for_and_takes_less_memory() -> None:
+def test_it_counts_the_weights_that_it_stands_for_and_takes_less_memory():
     short, wide = stand_ins()
     assert short.num_parameters == wide.num_parameters
     sizes = [sum(tensor.nbytes for tensor in loaded.model.parameters()) for loaded in (short, wide)]

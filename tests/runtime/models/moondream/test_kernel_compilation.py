@@ -1,7 +1,5 @@
 """Kernels of a model that is not there, for cards that are not there."""
 
-from __future__ import annotations
-
 from dataclasses import fields, replace
 
 import pytest

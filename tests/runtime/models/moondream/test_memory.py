@@ -1,7 +1,5 @@
 """What a Moondream needs of memory, and which cache is too small to serve with."""
 
-from __future__ import annotations
-
 import asyncio
 import logging
 from dataclasses import replace
@@ -56,19 +54,19 @@ def needs_of(loaded: LoadedModel, **settings: Any) -> MemoryNeeds:
     )
 
 
-def test_a_page_takes_what_its_keys_and_values_take(moondream2: LoadedModel) -> None:
+def test_a_page_takes_what_its_keys_and_values_take(moondream2: LoadedModel):
     cache = new_cache(moondream2.model, EngineConfig(page_size=5), 7)
     assert needs_of(moondream2, page_size=5).page_bytes * 7 == cache.num_bytes
     assert needs_of(moondream2, page_size=5, kv_dtype="float8").page_bytes * 4 * 7 == cache.num_bytes
 
 
-def test_a_full_batch_is_one_of_typical_contexts(moondream2: LoadedModel) -> None:
+def test_a_full_batch_is_one_of_typical_contexts(moondream2: LoadedModel):
     assert needs_of(moondream2, page_size=5).batch_pages == 3 * 410
 
 
 def test_graphs_get_a_pool_for_the_largest_step_and_an_eighth_of_what_is_available_beside_it(
     moondream2: LoadedModel,
-) -> None:
+):
     needs = needs_of(moondream2)
     num_rows, vocab_size = BOUNDS.max_batch_size + 2, moondream2.model.config.text.vocab_size
     adjustments = LogitAdjustments.num_bytes(num_rows, vocab_size)
@@ -78,7 +76,7 @@ def test_graphs_get_a_pool_for_the_largest_step_and_an_eighth_of_what_is_availab
     assert needs.graph_bytes == 1_234_567 + 1_000_000_001
 
 
-def test_graphs_never_get_more_than_two_gibibytes_beside_their_pool(moondream2: LoadedModel) -> None:
+def test_graphs_never_get_more_than_two_gibibytes_beside_their_pool(moondream2: LoadedModel):
     needs = memory_needs(
         moondream2.model,
         EngineConfig(),
@@ -91,7 +89,7 @@ def test_graphs_never_get_more_than_two_gibibytes_beside_their_pool(moondream2: 
     assert needs.graph_bytes == 1_234_567 + 2048 * MIB
 
 
-def test_without_graphs_nothing_is_kept_for_them(moondream2: LoadedModel) -> None:
+def test_without_graphs_nothing_is_kept_for_them(moondream2: LoadedModel):
     needs = memory_needs(
         moondream2.model,
         EngineConfig(),
@@ -104,24 +102,24 @@ def test_without_graphs_nothing_is_kept_for_them(moondream2: LoadedModel) -> Non
     assert (needs.graph_bytes, needs.image_bytes) == (0, 1)
 
 
-def test_all_weights_that_are_in_memory_are_counted(moondream2: LoadedModel) -> None:
+def test_all_weights_that_are_in_memory_are_counted(moondream2: LoadedModel):
     assert weight_bytes(moondream2.model) == 4 * moondream2.num_parameters
 
 
-def test_a_model_without_prompts_needs_room_for_its_image_alone(moondream2: LoadedModel) -> None:
+def test_a_model_without_prompts_needs_room_for_its_image_alone(moondream2: LoadedModel):
     config = moondream2.model.config
     silent = replace(config, tokenizer=replace(config.tokenizer, templates={}))
     assert smallest_num_pages(silent, 1) == config.text.prefix_attn + 1
 
 
-def test_a_cache_of_one_page_refuses_to_start_and_says_what_is_needed(moondream3: LoadedModel) -> None:
+def test_a_cache_of_one_page_refuses_to_start_and_says_what_is_needed(moondream3: LoadedModel):
     with pytest.raises(CheckpointError, match=r"1 pages cannot hold .* 47 pages are the least"):
         LocalEngine(moondream3, EngineConfig(model="", num_kv_pages=1))
 
 
 def test_a_host_without_memory_for_the_cache_refuses_to_start(
     moondream2: LoadedModel, monkeypatch: pytest.MonkeyPatch
-) -> None:
+):
     monkeypatch.setattr(memory_plan, "available_memory_bytes", lambda: 700 * MIB)
     with pytest.raises(CheckpointError, match=r"largest part is taken by: .*images 0\.67 GiB"):
         LocalEngine(moondream2, EngineConfig(model=""))
@@ -131,7 +129,7 @@ def test_a_host_without_memory_for_the_cache_refuses_to_start(
 @pytest.mark.parametrize("model", ["shallow2", "shallow3"])
 async def test_the_smallest_cache_serves_every_skill_and_one_page_less_does_not_start(
     model: str, page_size: int, request: pytest.FixtureRequest
-) -> None:
+):
     loaded: LoadedModel = request.getfixturevalue(model)
     least = smallest_num_pages(loaded.model.config, page_size)
     with pytest.raises(CheckpointError):
@@ -158,7 +156,7 @@ async def test_the_smallest_cache_serves_every_skill_and_one_page_less_does_not_
 
 def test_what_the_cache_holds_and_how_memory_is_divided_is_logged_at_the_start(
     moondream2: LoadedModel, caplog: pytest.LogCaptureFixture
-) -> None:
+):
     with caplog.at_level(logging.INFO, logger="kestrel_runtime.engine.build"):
         engine = LocalEngine(moondream2, EngineConfig(model=str(MD2_SMALL), num_kv_pages=192))
         engine.close()
@@ -171,7 +169,7 @@ def test_what_the_cache_holds_and_how_memory_is_divided_is_logged_at_the_start(
 
 def test_pages_that_the_device_has_no_memory_for_are_an_error_in_words(
     moondream2: LoadedModel, monkeypatch: pytest.MonkeyPatch
-) -> None:
+):
     def refuse(*_: object) -> None:
         raise torch.OutOfMemoryError("secret")
 
@@ -204,7 +202,7 @@ class OnADevice:
 @torch.inference_mode()
 def test_the_largest_prefill_has_as_many_tokens_as_a_step_may_carry_and_needs_one_page(
     moondream2: LoadedModel,
-) -> None:
+):
     paths: Any = fused_backends(moondream2)
     seen: list[int] = []
     prefill = paths.text.prefill
@@ -225,7 +223,7 @@ def test_the_largest_prefill_has_as_many_tokens_as_a_step_may_carry_and_needs_on
 @torch.inference_mode()
 def test_where_there_are_adapters_the_largest_step_is_measured_with_one(
     shallow2: LoadedModel, monkeypatch: pytest.MonkeyPatch
-) -> None:
+):
     config, paths = shallow2.model.config, fused_backends(shallow2)
     slabs = AdapterSlabs(config.text, 1, 4, torch.device("cpu"), torch.float32)
     for layer in slabs.layers:
@@ -247,7 +245,7 @@ def test_where_there_are_adapters_the_largest_step_is_measured_with_one(
 
 
 @torch.inference_mode()
-def test_the_largest_encoding_has_as_many_crops_as_one_image_or_one_step(shallow2: LoadedModel) -> None:
+def test_the_largest_encoding_has_as_many_crops_as_one_image_or_one_step(shallow2: LoadedModel):
     vision, paths = shallow2.model.config.vision, fused_backends(shallow2)
     most_of_image = 1 + vision.max_crops
     for max_crops in (5, most_of_image + 3):
@@ -260,7 +258,7 @@ def test_the_largest_encoding_has_as_many_crops_as_one_image_or_one_step(shallow
 @pytest.mark.parametrize(("allocated", "reserved"), [((7, 1007), (50, 1030)), ((7, 907), (50, 1050))])
 def test_the_peak_is_the_larger_of_what_tensors_fill_and_what_the_allocator_takes(
     monkeypatch: pytest.MonkeyPatch, allocated: tuple[int, int], reserved: tuple[int, int]
-) -> None:
+):
     order: list[str] = []
     for name in ("synchronize", "empty_cache", "reset_peak_memory_stats"):
         monkeypatch.setattr(torch.cuda, name, lambda name=name: order.append(name))
@@ -282,14 +280,14 @@ def test_the_peak_is_the_larger_of_what_tensors_fill_and_what_the_allocator_take
 
 def test_on_a_gpu_the_larger_of_prefill_and_encoding_is_what_a_step_takes(
     moondream2: LoadedModel, monkeypatch: pytest.MonkeyPatch
-) -> None:
+):
     figures = iter([1009, 2003])
     monkeypatch.setattr(memory, "peak_bytes", lambda _: next(figures))
     model: Any = OnADevice(moondream2)
     assert step_bytes(model, fused_backends(moondream2), LARGEST_BOUNDS, 16, torch.float32) == 2003
 
 
-def test_on_a_gpu_images_need_the_features_of_all_crops_of_a_step(moondream2: LoadedModel) -> None:
+def test_on_a_gpu_images_need_the_features_of_all_crops_of_a_step(moondream2: LoadedModel):
     def image_bytes(max_crops: int) -> int:
         model: Any = OnADevice(moondream2)
         bounds = replace(BOUNDS, max_crops=max_crops)
@@ -310,7 +308,7 @@ def test_on_a_gpu_images_need_the_features_of_all_crops_of_a_step(moondream2: Lo
 
 def test_a_measurement_that_fails_leaves_the_estimate(
     moondream2: LoadedModel, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
+):
     def fail(_: object) -> int:
         raise torch.OutOfMemoryError("CUDA out of memory\nand a page of advice")
 
@@ -322,7 +320,7 @@ def test_a_measurement_that_fails_leaves_the_estimate(
     assert caplog.messages == ["activations are estimated, not measured: CUDA out of memory"]
 
 
-def test_on_the_host_it_is_estimated(moondream2: LoadedModel, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_on_the_host_it_is_estimated(moondream2: LoadedModel, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(memory, "peak_bytes", lambda _: pytest.fail("measured"))
     estimate = estimated_step_bytes(moondream2.model.config, LARGEST_BOUNDS, 4)
     assert (
@@ -336,11 +334,11 @@ def test_on_the_host_it_is_estimated(moondream2: LoadedModel, monkeypatch: pytes
 
 
 @pytest.mark.parametrize("larger", [StepBounds(3, 777_777, 5), StepBounds(3, 256, 5_555)], ids=["prompts", "crops"])
-def test_a_step_that_carries_more_is_estimated_to_need_more(moondream3: LoadedModel, larger: StepBounds) -> None:
+def test_a_step_that_carries_more_is_estimated_to_need_more(moondream3: LoadedModel, larger: StepBounds):
     config = moondream3.model.config
     assert estimated_step_bytes(config, larger, 2) > estimated_step_bytes(config, LARGEST_BOUNDS, 2)
 
 
-def test_prompts_with_adapters_are_estimated_to_need_more(moondream3: LoadedModel) -> None:
+def test_prompts_with_adapters_are_estimated_to_need_more(moondream3: LoadedModel):
     config, long = moondream3.model.config, replace(LARGEST_BOUNDS, max_prefill_tokens=777_777)
     assert estimated_step_bytes(config, long, 2, with_adapters=True) > estimated_step_bytes(config, long, 2)

@@ -3,8 +3,6 @@
 On a CPU `tests/runtime/engine/test_isolation_runs.py` tests the same decisions with simulated errors.
 """
 
-from __future__ import annotations
-
 import asyncio
 from collections.abc import AsyncIterator
 
@@ -40,7 +38,7 @@ def take_all_memory() -> None:
 
 async def test_a_request_that_needs_more_than_there_is_ends_alone(
     engine: LocalEngine, monkeypatch: pytest.MonkeyPatch
-) -> None:
+):
     num_runs_alone = 0
 
     def look(sequences: list[TokenSequence]) -> None:
@@ -63,7 +61,7 @@ async def test_a_request_that_needs_more_than_there_is_ends_alone(
 
 async def test_memory_that_is_short_only_within_a_batch_ends_no_request(
     engine: LocalEngine, monkeypatch: pytest.MonkeyPatch
-) -> None:
+):
     num_shared = 0
 
     def look(sequences: list[TokenSequence]) -> None:

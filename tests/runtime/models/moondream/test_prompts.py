@@ -11,7 +11,7 @@ from tests.runtime.preprocessors import new_preprocessor
 IMAGE = (MD3_SMALL / "image_0_500x400.png").read_bytes()
 
 
-def test_a_prompt_is_bos_then_image_then_the_skills_tokens(moondream3: LoadedModel) -> None:
+def test_a_prompt_is_bos_then_image_then_the_skills_tokens(moondream3: LoadedModel):
     preprocessor = new_preprocessor(moondream3)
     sequence = preprocessor.prepare(Caption(IMAGE, "short"), SequenceClock(submitted=time.monotonic()))
     assert [token.id for token in sequence.tokens] == [0, 1, 287, 80, 2, 550, 277, 3]

@@ -27,7 +27,7 @@ print(family.cropping(config).make_crops(image).pixels[0, 0, 0].tolist())
 """
 
 
-def test_prompts_and_crops_are_made_without_torch() -> None:
+def test_prompts_and_crops_are_made_without_torch():
     command = (sys.executable, "-c", _PREPARE)
     printed = subprocess.run(command, check=True, capture_output=True, text=True).stdout
     prompt, pixel = printed.strip().rsplit("\n", 1)
@@ -45,6 +45,6 @@ print([name for name in ("huggingface_hub", "pydantic") if name in sys.modules])
 """
 
 
-def test_an_engine_without_names_of_the_hub_and_adapters_starts_without_their_libraries() -> None:
+def test_an_engine_without_names_of_the_hub_and_adapters_starts_without_their_libraries():
     command = (sys.executable, "-c", _START)
     assert subprocess.run(command, check=True, capture_output=True, text=True).stdout == "[]\n"

@@ -1,7 +1,5 @@
 """Models of a few thousand random weights, for what must hold of any weights."""
 
-from __future__ import annotations
-
 from typing import TypeVar
 
 import torch

@@ -1,7 +1,5 @@
 """A checkpoint of the second family, with random weights."""
 
-from __future__ import annotations
-
 import json
 import shutil
 from pathlib import Path

@@ -3,8 +3,6 @@
 An image is the mean colours of its crops. Generic tests of the engine run on it.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any

@@ -3,8 +3,6 @@
 The engine does not know it: an entry point names `FAMILY`, and a checkpoint's `model_type` names the family.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar

@@ -1,7 +1,5 @@
 """A model family that the engine does not know is served by the same loop, found by its package's entry point."""
 
-from __future__ import annotations
-
 import asyncio
 import shutil
 from collections.abc import Iterator
@@ -63,9 +61,7 @@ def written_out(checkpoint: Path, question: str) -> str:
     return "".join(decoder.push(id) for id in ids[count:]) + decoder.flush()
 
 
-async def test_it_answers_many_at_once_as_it_would_alone_without_a_cache(
-    engine: LocalEngine, checkpoint: Path
-) -> None:
+async def test_it_answers_many_at_once_as_it_would_alone_without_a_cache(engine: LocalEngine, checkpoint: Path):
     sampling = SamplingParams(temperature=0.0, max_tokens=NUM_TOKENS)
     streams = [engine.submit(Query(question, sampling=sampling)) for question in QUESTIONS]
     answers = [(await stream.result()).output for stream in streams]
@@ -73,7 +69,7 @@ async def test_it_answers_many_at_once_as_it_would_alone_without_a_cache(
     assert engine.load().num_used_pages == 0
 
 
-async def test_a_seed_repeats_an_answer_in_any_company(engine: LocalEngine) -> None:
+async def test_a_seed_repeats_an_answer_in_any_company(engine: LocalEngine):
     sampled = Query("hello", sampling=SamplingParams(temperature=1.0, max_tokens=NUM_TOKENS, seed=4))
     alone = (await engine.submit(sampled).result()).output
     crowd = [engine.submit(Query(question)) for question in QUESTIONS]
@@ -81,7 +77,7 @@ async def test_a_seed_repeats_an_answer_in_any_company(engine: LocalEngine) -> N
     await asyncio.gather(*(stream.result() for stream in crowd))
 
 
-async def test_what_it_cannot_do_is_refused(engine: LocalEngine) -> None:
+async def test_what_it_cannot_do_is_refused(engine: LocalEngine):
     assert (engine.info.architecture, list(engine.info.skills)) == ("small-text", ["query"])
     image = (MD2_SMALL / "image_1_100x80.png").read_bytes()
     with pytest.raises(InvalidRequest, match="reads text alone"):

@@ -5,8 +5,6 @@ line printed on standard output and is not answered; with SIGNALS the program ge
 with "stop me".
 """
 
-from __future__ import annotations
-
 import os
 import signal
 import sys

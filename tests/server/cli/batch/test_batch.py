@@ -1,7 +1,5 @@
 """The command `kestrel-grpc batch` as a process: both forms, kills and signals, exit statuses."""
 
-from __future__ import annotations
-
 import json
 import os
 import re
@@ -56,7 +54,7 @@ def ask(*words: str | Path, **variables: str) -> subprocess.CompletedProcess[str
 
 
 @pytest.mark.skipif(shutil.which("curl") is None, reason="needs curl, as the examples do")
-def test_the_examples_of_the_page_run_as_written(tmp_path: Path) -> None:
+def test_the_examples_of_the_page_run_as_written(tmp_path: Path):
     """An engine of its own and a server write the same bytes, of REST and of OpenAI's API."""
     page = (CHECKOUT / "docs" / "batch.md").read_text(encoding="utf-8")
     blocks = re.findall(r"^```sh\n(.*?)^```$", page, re.MULTILINE | re.DOTALL)
@@ -101,7 +99,7 @@ def free_port() -> int:
         return free.getsockname()[1]
 
 
-def test_a_killed_run_goes_on_to_the_same_bytes(tmp_path: Path) -> None:
+def test_a_killed_run_goes_on_to_the_same_bytes(tmp_path: Path):
     lines = write_lines(tmp_path / "in.jsonl", questions(60, at_35="kill me"))
     whole, parts = tmp_path / "whole.jsonl", tmp_path / "parts.jsonl"
     assert ask(lines, whole).returncode == 0
@@ -126,7 +124,7 @@ def test_a_killed_run_goes_on_to_the_same_bytes(tmp_path: Path) -> None:
     assert parts.read_bytes() == whole.read_bytes()
 
 
-def test_a_signal_has_what_is_in_flight_written_and_says_how_to_go_on(tmp_path: Path) -> None:
+def test_a_signal_has_what_is_in_flight_written_and_says_how_to_go_on(tmp_path: Path):
     lines = write_lines(tmp_path / "in.jsonl", questions(60, at_35="stop me"))
     out = tmp_path / "out.jsonl"
     stopped = ask(lines, out, "--in-flight", "4", SIGNALS="1")
@@ -139,7 +137,7 @@ def test_a_signal_has_what_is_in_flight_written_and_says_how_to_go_on(tmp_path: 
     assert len(out.read_text().splitlines()) == 60
 
 
-def test_progress_and_failures_are_told(tmp_path: Path) -> None:
+def test_progress_and_failures_are_told(tmp_path: Path):
     lines = write_lines(tmp_path / "in.jsonl", [*questions(3), "{", {"id": "x", "question": "?", "hue": 1}])
     done = ask(lines, tmp_path / "out.jsonl", "--progress")
     assert done.returncode == 1
@@ -151,7 +149,7 @@ def test_progress_and_failures_are_told(tmp_path: Path) -> None:
     assert unknown["error"]["violations"] == [{"field": "hue", "description": "is not a field of this request"}]
 
 
-def test_failed_lines_are_tried_again_and_the_others_stay(tmp_path: Path) -> None:
+def test_failed_lines_are_tried_again_and_the_others_stay(tmp_path: Path):
     lines = write_lines(
         tmp_path / "in.jsonl", [*questions(3), {"id": "later", "image": "later.png", "question": "?"}]
     )
@@ -165,7 +163,7 @@ def test_failed_lines_are_tried_again_and_the_others_stay(tmp_path: Path) -> Non
     assert read_lines(out)[3]["answer"] == "? with 4"
 
 
-def test_standard_output_gets_the_lines_and_its_reader_may_leave(tmp_path: Path) -> None:
+def test_standard_output_gets_the_lines_and_its_reader_may_leave(tmp_path: Path):
     lines = write_lines(tmp_path / "in.jsonl", questions(200))
     done = ask(lines, "-")
     assert [json.loads(line)["id"] for line in done.stdout.splitlines()] == [f"line {n}" for n in range(1, 201)]
@@ -207,7 +205,7 @@ def test_standard_output_gets_the_lines_and_its_reader_may_leave(tmp_path: Path)
 )
 def test_a_mistake_in_the_call_is_told_before_anything_is_loaded(
     tmp_path: Path, words: list[str], complaint: str, capsys: pytest.CaptureFixture[str], monkeypatch: Any
-) -> None:
+):
     from kestrel_grpc.cli.commands import run as run_command
 
     write_lines(tmp_path / "bare.jsonl", questions(1))
@@ -223,7 +221,7 @@ def test_a_mistake_in_the_call_is_told_before_anything_is_loaded(
     assert not (tmp_path / "out.jsonl").exists()
 
 
-def test_a_data_set_that_could_not_be_written_is_written_from_the_complete_lines(tmp_path: Path) -> None:
+def test_a_data_set_that_could_not_be_written_is_written_from_the_complete_lines(tmp_path: Path):
     pictures = tmp_path / "pictures"
     pictures.mkdir()
     shutil.copy(CHECKOUT / "kestrel_grpc" / "demo_picture.png", pictures)

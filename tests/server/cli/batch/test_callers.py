@@ -1,7 +1,5 @@
 """Both ways to have a line of a batch answered give what the HTTP port gives."""
 
-from __future__ import annotations
-
 import asyncio
 import base64
 import json

@@ -1,7 +1,5 @@
 """Boxes of a batch as data sets of COCO and of YOLO."""
 
-from __future__ import annotations
-
 import json
 import os
 from pathlib import Path
@@ -54,9 +52,7 @@ def lines(tmp_path: Path) -> Path:
     return file
 
 
-def test_boxes_are_annotations_of_coco_in_pixels_of_upright_pictures(
-    folder: Path, lines: Path, tmp_path: Path
-) -> None:
+def test_boxes_are_annotations_of_coco_in_pixels_of_upright_pictures(folder: Path, lines: Path, tmp_path: Path):
     data_set = DataSet(folder, PICTURES, ["car", "dog"])
     write_coco(tmp_path / "coco.json", data_set, lines)
     written = json.loads((tmp_path / "coco.json").read_text())
@@ -78,7 +74,7 @@ def test_boxes_are_annotations_of_coco_in_pixels_of_upright_pictures(
     assert data_set.num_left_out == 3
 
 
-def test_annotations_of_coco_have_the_scores_of_boxes(folder: Path, tmp_path: Path) -> None:
+def test_annotations_of_coco_have_the_scores_of_boxes(folder: Path, tmp_path: Path):
     lines = tmp_path / "out.jsonl"
     boxes = [{**box(0.25, 0.5, 0.75, 1.0), "score": 0.75}, box(0.0, 0.0, 0.5, 0.5)]
     lines.write_text(json.dumps({"id": "a.png", "objects": boxes}) + "\n")
@@ -88,7 +84,7 @@ def test_annotations_of_coco_have_the_scores_of_boxes(folder: Path, tmp_path: Pa
     assert "score" not in plain
 
 
-def test_boxes_are_lines_of_yolo_in_fractions(folder: Path, lines: Path, tmp_path: Path) -> None:
+def test_boxes_are_lines_of_yolo_in_fractions(folder: Path, lines: Path, tmp_path: Path):
     write_yolo(tmp_path / "yolo", DataSet(folder, PICTURES, ["car", "dog"]), lines)
     labels = tmp_path / "yolo" / "labels"
     assert sorted(str(file.relative_to(labels)) for file in labels.rglob("*.txt")) == [
@@ -106,7 +102,7 @@ def test_boxes_are_lines_of_yolo_in_fractions(folder: Path, lines: Path, tmp_pat
     )
 
 
-def test_answers_about_one_object_have_one_class(folder: Path, tmp_path: Path) -> None:
+def test_answers_about_one_object_have_one_class(folder: Path, tmp_path: Path):
     file = tmp_path / "out.jsonl"
     file.write_text(json.dumps({"id": "a.png", "objects": [box(0.0, 0.0, 0.5, 0.5)]}) + "\n")
     write_coco(tmp_path / "coco.json", DataSet(folder, ["a.png"], ["car"]), file)
@@ -125,14 +121,14 @@ def test_answers_about_one_object_have_one_class(folder: Path, tmp_path: Path) -
 )
 def test_what_makes_no_data_set_is_refused_before_anything_is_asked(
     words: list[str], complaint: str, folder: Path, lines: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+):
     names = {"FOLDER": str(folder), "FILE": str(lines), "out.jsonl": str(tmp_path / "answers.jsonl")}
     given = [names.get(word, word) for word in words]
     assert run(["batch", *given, "--coco", str(tmp_path / "coco.json"), "--address", "http://127.0.0.1:1"]) == 2
     assert f"kestrel-grpc: --coco: {complaint}" in capsys.readouterr().err
 
 
-def test_sizes_are_those_of_pictures_as_the_server_turns_them(tmp_path: Path) -> None:
+def test_sizes_are_those_of_pictures_as_the_server_turns_them(tmp_path: Path):
     """A TIFF has an orientation of its own, one in XMP is not applied, and a PNG may have it behind its pixels."""
     turned = Image.Exif()
     turned[0x0112] = 6
@@ -158,7 +154,7 @@ def test_sizes_are_those_of_pictures_as_the_server_turns_them(tmp_path: Path) ->
     assert len(set(sizes.values())) == 2
 
 
-def test_names_that_are_not_utf_8_have_their_boxes(folder: Path, tmp_path: Path) -> None:
+def test_names_that_are_not_utf_8_have_their_boxes(folder: Path, tmp_path: Path):
     name = os.fsdecode(b"b\xe9.png")
     (folder / "a.png").rename(folder / name)
     lines = tmp_path / "out.jsonl"
@@ -171,7 +167,7 @@ def test_names_that_are_not_utf_8_have_their_boxes(folder: Path, tmp_path: Path)
     assert os.fsencode(next((tmp_path / "yolo" / "labels").iterdir()).name) == b"b\xe9.txt"
 
 
-def test_labels_of_an_earlier_run_go_with_their_picture(folder: Path, lines: Path, tmp_path: Path) -> None:
+def test_labels_of_an_earlier_run_go_with_their_picture(folder: Path, lines: Path, tmp_path: Path):
     old = tmp_path / "yolo" / "labels" / "none.txt"
     old.parent.mkdir(parents=True)
     old.write_text("7 0.5 0.5 1 1\n")
@@ -193,7 +189,7 @@ def test_labels_of_an_earlier_run_go_with_their_picture(folder: Path, lines: Pat
 )
 def test_data_sets_that_cannot_be_written_are_refused_before_anything_is_asked(
     words: list[str], complaint: str, folder: Path, lines: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+):
     flag, name = words
     asked = ["batch", str(folder), str(tmp_path / "answers.jsonl"), "--skill", "detect", "--field", "object=car"]
     assert run([*asked, flag, str(tmp_path / name), "--address", "http://127.0.0.1:1"]) == 2
@@ -203,7 +199,7 @@ def test_data_sets_that_cannot_be_written_are_refused_before_anything_is_asked(
 
 def test_pictures_that_differ_in_their_suffix_alone_make_no_labels_of_yolo(
     folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+):
     (folder / "a.jpg").write_bytes((folder / "c.jpg").read_bytes())
     asked = ["batch", str(folder), str(tmp_path / "answers.jsonl"), "--skill", "detect", "--field", "object=car"]
     assert run([*asked, "--yolo", str(tmp_path / "yolo"), "--address", "http://127.0.0.1:1"]) == 2

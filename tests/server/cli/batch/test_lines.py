@@ -1,7 +1,5 @@
 """Records of a batch, the requests that they become, and the lines of answers."""
 
-from __future__ import annotations
-
 import base64
 import json
 import os

@@ -1,7 +1,5 @@
 """The output file of a batch and its record: begun, gone on with, replaced, refused."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path

@@ -1,7 +1,5 @@
 """A run of a batch over a fake engine: order, bounds, retries, stops, memory."""
 
-from __future__ import annotations
-
 import asyncio
 import errno
 import json

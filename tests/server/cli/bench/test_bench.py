@@ -1,7 +1,5 @@
 """The command `kestrel-grpc bench`: every API against a server, the flags, and the page of the documentation."""
 
-from __future__ import annotations
-
 import argparse
 import asyncio
 import io
@@ -60,7 +58,7 @@ async def asked(server: Serving, api: str, *questions: Question, timeout_s: floa
 
 
 @pytest.mark.parametrize("api", APIS)
-async def test_each_api_streams_an_answer_and_gives_it_whole(api: str) -> None:
+async def test_each_api_streams_an_answer_and_gives_it_whole(api: str):
     async with serving(http_port=0) as server:
         streamed = Question("query", "What?", PICTURE, max_tokens=5, temperature=0.0)
         whole = Question("query", "What?", PICTURE, max_tokens=5, temperature=0.0, is_streamed=False)
@@ -81,7 +79,7 @@ async def test_each_api_streams_an_answer_and_gives_it_whole(api: str) -> None:
 
 @pytest.mark.parametrize("api", ["grpc", "rest", "triton"])
 @pytest.mark.parametrize("skill", ["caption", "point", "detect", "segment"])
-async def test_each_skill_is_asked_for(api: str, skill: str) -> None:
+async def test_each_skill_is_asked_for(api: str, skill: str):
     async with serving(http_port=0) as server:
         (sample,) = await asked(server, api, Question(skill, "" if skill == "caption" else "star", PICTURE))
         (request,) = server.engine.requests
@@ -93,7 +91,7 @@ async def test_each_skill_is_asked_for(api: str, skill: str) -> None:
 @pytest.mark.parametrize(
     ("api", "status"), [("grpc", "RESOURCE_EXHAUSTED"), ("rest", "429"), ("openai", "429"), ("triton", "FAILED")]
 )
-async def test_a_refusal_is_a_sample_with_its_status_and_the_connection_goes_on(api: str, status: str) -> None:
+async def test_a_refusal_is_a_sample_with_its_status_and_the_connection_goes_on(api: str, status: str):
     refused = Question("query", "no")
     script: Any = lambda request: (fails(Overloaded(4, 0.5)) if request.question == "no" else answers)(request)  # noqa: E731 (a script is a function)
     async with serving(FakeEngine(script), http_port=0) as server:
@@ -104,16 +102,14 @@ async def test_a_refusal_is_a_sample_with_its_status_and_the_connection_goes_on(
 
 
 @pytest.mark.parametrize("api", APIS)
-async def test_an_answer_that_does_not_come_is_a_timeout(api: str) -> None:
+async def test_an_answer_that_does_not_come_is_a_timeout(api: str):
     async with serving(FakeEngine(lambda request: [HOLD, *answers(request)]), http_port=0) as server:
         (sample,) = await asked(server, api, Question("query", "What?"), timeout_s=0.05)
     assert sample.error == "DEADLINE_EXCEEDED"
 
 
 @pytest.mark.parametrize("api", APIS)
-async def test_the_command_measures_three_requests(
-    api: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+async def test_the_command_measures_three_requests(api: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     result, page = tmp_path / "result.json", tmp_path / "page.html"
     words = ("-n", "3", "--concurrency", "2", "--warm-up", "0", "--text", "What?", "--num-pictures", "1")
     async with serving(http_port=0) as server:
@@ -141,7 +137,7 @@ async def test_the_command_measures_three_requests(
 
 
 @pytest.mark.parametrize("api", ["grpc", "rest"])
-async def test_a_server_with_an_admin_port_is_measured_without_what_it_says_there(api: str, tmp_path: Path) -> None:
+async def test_a_server_with_an_admin_port_is_measured_without_what_it_says_there(api: str, tmp_path: Path):
     result = tmp_path / "result.json"
     async with serving(admin_port=0, http_port=0) as server:
         words = ("-n", "2", "--warm-up", "0", "--num-pictures", "0", "--json", str(result))
@@ -150,7 +146,7 @@ async def test_a_server_with_an_admin_port_is_measured_without_what_it_says_ther
     assert (found["completed"], found["server"], found["model_id"]) == (2, None, "fake" if api == "rest" else "")
 
 
-async def test_an_open_loop_and_a_ramp_have_steps(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+async def test_an_open_loop_and_a_ramp_have_steps(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     result = tmp_path / "result.json"
     words = ("-n", "2", "--warm-up", "0", "--num-pictures", "0", "--json", str(result))
     async with serving() as server:
@@ -163,7 +159,7 @@ async def test_an_open_loop_and_a_ramp_have_steps(tmp_path: Path, capsys: pytest
 
 async def test_failed_requests_are_counted_by_status_and_the_exit_status_says_so(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+):
     result = tmp_path / "result.json"
     async with serving(FakeEngine(fails(Overloaded(4, 0.5)))) as server:
         words = ("-n", "2", "--concurrency", "1", "--warm-up", "0", "--num-pictures", "0", "--json", str(result))
@@ -191,7 +187,7 @@ async def started(server: Serving, *words: str) -> AsyncIterator[Process]:
             await process.wait()
 
 
-async def test_an_interrupt_ends_the_measurement_and_what_was_measured_is_shown(tmp_path: Path) -> None:
+async def test_an_interrupt_ends_the_measurement_and_what_was_measured_is_shown(tmp_path: Path):
     result, page = tmp_path / "result.json", tmp_path / "page.html"
     is_loaded = asyncio.Event()
 
@@ -222,7 +218,7 @@ async def test_an_interrupt_ends_the_measurement_and_what_was_measured_is_shown(
     assert "ended by SIGINT" in ended
 
 
-async def test_an_interrupt_after_another_signal_ends_the_command_at_once(tmp_path: Path) -> None:
+async def test_an_interrupt_after_another_signal_ends_the_command_at_once(tmp_path: Path):
     result = tmp_path / "result.json"
     is_asked = asyncio.Event()
 
@@ -266,7 +262,7 @@ async def test_an_interrupt_after_another_signal_ends_the_command_at_once(tmp_pa
 )
 def test_a_mistake_in_the_call_is_told_before_anything_is_sent(
     words: list[str], complaint: str, capsys: pytest.CaptureFixture[str]
-) -> None:
+):
     try:
         status = run(["bench", *words])
     except SystemExit as error:  # argparse
@@ -276,13 +272,13 @@ def test_a_mistake_in_the_call_is_told_before_anything_is_sent(
 
 
 @pytest.mark.parametrize("api", APIS)
-def test_a_server_that_is_not_there_is_told_in_a_line(api: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_server_that_is_not_there_is_told_in_a_line(api: str, capsys: pytest.CaptureFixture[str]):
     assert run(["bench", "--api", api, "--address", "localhost:1", "--timeout", "5"]) == 1
     (line,) = capsys.readouterr().err.splitlines()
     assert line.startswith("kestrel-grpc: localhost:1: ")
 
 
-def test_a_ramp_doubles_and_ends_where_it_is_told() -> None:
+def test_a_ramp_doubles_and_ends_where_it_is_told():
     assert [step.concurrency for step in steps_of(parsed("--ramp", "1:64"))] == [1, 2, 4, 8, 16, 32, 64]
     assert [step.concurrency for step in steps_of(parsed("--ramp", "3:10"))] == [3, 6, 10]
     assert [step.rate_per_s for step in steps_of(parsed("--rate-ramp", "0.5:2"))] == [0.5, 1.0, 2.0]
@@ -294,7 +290,7 @@ class Terminal(io.StringIO):
         return True
 
 
-def test_progress_is_one_line_on_a_terminal() -> None:
+def test_progress_is_one_line_on_a_terminal():
     terminal = Terminal()
     progress = Progress(2, 30.0, None, terminal)
     progress.begin(str(Step(4, None)))
@@ -306,7 +302,7 @@ def test_progress_is_one_line_on_a_terminal() -> None:
     assert terminal.getvalue().endswith("\r\x1b[K")
 
 
-def test_every_flag_is_described_once_in_the_documentation() -> None:
+def test_every_flag_is_described_once_in_the_documentation():
     page = (CHECKOUT / "docs" / "bench.md").read_text(encoding="utf-8")
     described = re.findall(r"^\| `(--?[a-z-]+)[ `]", page, re.MULTILINE)
     described += re.findall(r", `(--requests) N` \|", page)

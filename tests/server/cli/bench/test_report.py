@@ -1,7 +1,5 @@
 """What recordings of `kestrel-grpc bench` amount to, as numbers, text, comparison and page."""
 
-from __future__ import annotations
-
 import itertools
 import json
 import math
@@ -64,7 +62,7 @@ def result(scale: float = 1.0, seed: int = 1, count: int = 400) -> dict[str, Any
     return json.loads(json.dumps(document(OPTIONS, "2026-01-01T00:00:00Z", "a model", CONDITIONS, [step])))
 
 
-def test_the_names_are_those_of_ghz_in_its_units() -> None:
+def test_the_names_are_those_of_ghz_in_its_units():
     found = measured([answer(1.0, 0.1), answer(2.0, 0.2), answer(3.0, 0.3, error="UNAVAILABLE", message="gone")])
     assert (found["count"], found["total"]) == (3, 10_000_000_000)
     assert (found["fastest"], found["average"], found["slowest"]) == (100_000_000, 150_000_000, 200_000_000)
@@ -78,7 +76,7 @@ def test_the_names_are_those_of_ghz_in_its_units() -> None:
     assert sum(bucket["frequency"] for bucket in found["histogram"]) == pytest.approx(1.0)
 
 
-def test_the_names_are_those_of_vllm() -> None:
+def test_the_names_are_those_of_vllm():
     found = measured([answer(1.0, 0.1, 0.02, 0.06, 0.1), answer(9.9, 0.2, 0.04, 0.1)])
     assert (found["completed"], found["failed"], found["duration"]) == (2, 0, 10.0)
     assert (found["total_input_tokens"], found["total_output_tokens"]) == (1400, 10)
@@ -95,7 +93,7 @@ def test_the_names_are_those_of_vllm() -> None:
         assert {f"{name}_{short}_ms" for name in ("mean", "median", "std", "p90", "p95", "p99")} <= found.keys()
 
 
-def test_every_field_of_a_result_is_in_the_documentation() -> None:
+def test_every_field_of_a_result_is_in_the_documentation():
     section = (CHECKOUT / "docs" / "bench.md").read_text(encoding="utf-8").partition("## Results as JSON")[2]
     rows = re.findall(r"^\| (`.*?`) \|", section.partition("\n## ")[0], re.MULTILINE)
     named = set(re.findall(r"`([\w…]+)`", "".join(rows)))
@@ -103,12 +101,12 @@ def test_every_field_of_a_result_is_in_the_documentation() -> None:
     assert named == fields
 
 
-def test_goodput_of_an_open_loop_counts_what_was_sent_in_the_window() -> None:
+def test_goodput_of_an_open_loop_counts_what_was_sent_in_the_window():
     found = measured([answer(9.9, 0.14), answer(9.95, 0.3)], is_open=True)
     assert found["request_goodput"] == pytest.approx(0.1)
 
 
-def test_nothing_that_was_answered_is_no_number() -> None:
+def test_nothing_that_was_answered_is_no_number():
     found = measured([answer(1.0, 0.1, error="UNAVAILABLE")])
     assert (found["completed"], found["fastest"], found["median_ttft_ms"], found["histogram"]) == (0, 0, None, [])
     shown = text(document(OPTIONS, "", "a model", CONDITIONS, [found]))
@@ -119,12 +117,12 @@ def test_nothing_that_was_answered_is_no_number() -> None:
 @pytest.mark.parametrize(
     "bound", ["", "total_ms", "total_ms=", "total_ms=0", "total_ms=-1", "ttft=4", "total_ms=1,x=2"]
 )
-def test_a_bound_that_is_none_is_refused(bound: str) -> None:
+def test_a_bound_that_is_none_is_refused(bound: str):
     with pytest.raises(ValueError, match="must be one of first_token_ms"):
         Objective.parse(bound)
 
 
-def test_bounds_are_read_and_told() -> None:
+def test_bounds_are_read_and_told():
     objective = Objective.parse("first_token_ms=100,per_token_ms=2.5")
     assert str(objective) == "first token within 100 ms, each further token within 2.5 ms"
     assert objective.is_met(answer(0.0, 0.109, 0.1, 0.109))
@@ -132,7 +130,7 @@ def test_bounds_are_read_and_told() -> None:
     assert not objective.is_met(answer(0.0, 0.106, 0.101, 0.106))
 
 
-def test_a_ramp_says_at_which_step_what_failed() -> None:
+def test_a_ramp_says_at_which_step_what_failed():
     failed = measured([answer(1.0, 0.1), answer(2.0, 0.1, error="UNAVAILABLE", message="gone")])
     steps = [{**result(), "max_concurrency": 1}, {**failed, "max_concurrency": 2}]
     shown = text(document({**OPTIONS, "ramp": [1, 2]}, "", "a model", CONDITIONS, steps))
@@ -141,7 +139,7 @@ def test_a_ramp_says_at_which_step_what_failed() -> None:
     assert "2 at once\n2 requests in 10 s: 1 OK, 1 UNAVAILABLE\n  1 × gone" in shown
 
 
-def test_two_runs_of_the_same_are_within_noise_and_a_slower_one_is_worse() -> None:
+def test_two_runs_of_the_same_are_within_noise_and_a_slower_one_is_worse():
     same = comparison(result(seed=1), result(seed=2))
     rows = [line for line in same.splitlines() if line.startswith(("requests/s", "whole answer median"))]
     assert len(rows) == 2
@@ -153,7 +151,7 @@ def test_two_runs_of_the_same_are_within_noise_and_a_slower_one_is_worse() -> No
     assert re.search(r"^requests/s .* 1\.\d+ .*better$", faster, re.MULTILINE)
 
 
-def test_a_comparison_says_what_differs_and_what_it_does_not_know() -> None:
+def test_a_comparison_says_what_differs_and_what_it_does_not_know():
     other = result(count=10)
     other["options"] |= {"api": "rest", "text": ["What?"]}
     other["model_id"] = "another"
@@ -166,7 +164,7 @@ def test_a_comparison_says_what_differs_and_what_it_does_not_know() -> None:
     assert "no load is in both" in comparison(result(), other)
 
 
-def test_a_report_says_the_server_the_requests_and_the_machine() -> None:
+def test_a_report_says_the_server_the_requests_and_the_machine():
     step = measured([answer(1.0, 0.1), answer(2.0, 0.2)]) | {"total_cached_tokens": 350}
     found = document(OPTIONS, "", "a model", CONDITIONS, [step])
     for shown in (text(found), page(found)):
@@ -182,7 +180,7 @@ def test_a_report_says_the_server_the_requests_and_the_machine() -> None:
     assert "server: reports its device and options on its admin port alone" in text(unknown)
 
 
-def test_a_comparison_names_other_devices_options_and_requests() -> None:
+def test_a_comparison_names_other_devices_options_and_requests():
     first, second, third = result(), result(seed=2), result(seed=3)
     second["server"] = {
         **second["server"],
@@ -200,7 +198,7 @@ def test_a_comparison_names_other_devices_options_and_requests() -> None:
     assert "What was measured differs" not in comparison(first, result(seed=4))
 
 
-def test_a_comparison_begins_with_a_sentence_about_which_is_better() -> None:
+def test_a_comparison_begins_with_a_sentence_about_which_is_better():
     same, slower, few = result(seed=2), result(scale=1.5), result(count=10)
     faster = comparison(slower, result()).splitlines()[0]
     assert re.fullmatch(
@@ -212,7 +210,7 @@ def test_a_comparison_begins_with_a_sentence_about_which_is_better() -> None:
     assert "but a run was too short to know the noise." in comparison(result(), few)
 
 
-def test_the_sentence_is_about_what_was_asked_for_and_names_what_speaks_against_it() -> None:
+def test_the_sentence_is_about_what_was_asked_for_and_names_what_speaks_against_it():
     first, second = result(), result(scale=1.5)
     for step in (first, second):
         step |= {"max_concurrency": None, "request_rate": 4.0}
@@ -227,12 +225,12 @@ def test_the_sentence_is_about_what_was_asked_for_and_names_what_speaks_against_
     assert said.endswith("requests failed: 3 of B.")
 
 
-def test_a_run_of_few_requests_knows_its_noise_from_four_parts() -> None:
+def test_a_run_of_few_requests_knows_its_noise_from_four_parts():
     assert result(count=30)["uncertainty"]["request_throughput"] > 0.0
     assert result(count=15)["uncertainty"]["request_throughput"] is None
 
 
-def test_answers_without_tokens_to_measure_are_named() -> None:
+def test_answers_without_tokens_to_measure_are_named():
     short = measured([answer(1.0, 0.1), answer(2.0, 0.2)])
     assert "tokens on average" not in text(document(OPTIONS, "", "a model", CONDITIONS, [short]))
     short["total_output_tokens"] = 5
@@ -240,14 +238,14 @@ def test_answers_without_tokens_to_measure_are_named() -> None:
     assert "4 at once: answers have 2.5 tokens on average, so tokens/s and the time per token mean little" in shown
 
 
-def test_the_description_of_a_ratio_depends_on_its_direction() -> None:
+def test_the_description_of_a_ratio_depends_on_its_direction():
     assert describe_ratio(1.02, 0.03, more_is_better=True) == "within noise"
     assert describe_ratio(1 / 1.02, 0.03, more_is_better=False) == "within noise"
     assert describe_ratio(1.1, 0.03, more_is_better=False) == "worse"
     assert describe_ratio(0.9, 0.03, more_is_better=False) == "better"
 
 
-def test_the_command_compares_files(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_command_compares_files(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     first, second = tmp_path / "a.json", tmp_path / "b.json"
     first.write_text(json.dumps(result()))
     second.write_text(json.dumps(result(seed=2)))
@@ -261,7 +259,7 @@ def test_the_command_compares_files(tmp_path: Path, capsys: pytest.CaptureFixtur
     assert read(first) == result()
 
 
-def test_the_page_loads_nothing_and_shows_plots() -> None:
+def test_the_page_loads_nothing_and_shows_plots():
     steps = [{**result(scale=scale), "max_concurrency": load} for load, scale in ((1, 1.0), (2, 1.6), (4, 3.0))]
     ramp = {name: steps[0][name] for name in ("date", "version", "model_id", "options")}
     ramp |= {"model_id": "<b>a model</b>", "steps": steps}
@@ -274,7 +272,7 @@ def test_the_page_loads_nothing_and_shows_plots() -> None:
         ElementTree.fromstring(svg)
 
 
-def test_a_plot_of_nothing_is_empty_and_values_without_a_logarithm_are_left_out() -> None:
+def test_a_plot_of_nothing_is_empty_and_values_without_a_logarithm_are_left_out():
     assert line_plot("nothing", Axis("x"), Axis("y"), []) == ""
     assert bar_plot("nothing", Axis("x"), Axis("y"), []) == ""
     assert line_plot("zero", Axis("x"), Axis("y", 10), [Series("a", ((1.0, 0.0), (2.0, math.nan)))]) == ""
@@ -284,7 +282,7 @@ def test_a_plot_of_nothing_is_empty_and_values_without_a_logarithm_are_left_out(
 
 @pytest.mark.parametrize("values", [(1.0,), (0.001, 0.002, 0.0015), (5.0, 5.0), (3.0, 70000.0, 12.0)])
 @pytest.mark.parametrize("base", [None, 2, 10])
-def test_every_point_is_inside_its_plot(values: tuple[float, ...], base: int | None) -> None:
+def test_every_point_is_inside_its_plot(values: tuple[float, ...], base: int | None):
     points = tuple((index + 1.0, value) for index, value in enumerate(values))
     drawn = line_plot("points", Axis("x", base), Axis("y", base), [Series("a", points)])
     places = re.findall(r'<circle cx="([\d.-]+)" cy="([\d.-]+)"', drawn)

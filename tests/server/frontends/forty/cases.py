@@ -1,7 +1,5 @@
 """The forty requests, in no frontend's words, and what must come of each."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any

@@ -1,7 +1,5 @@
 """What every frontend must be able to tell of a call, and the server that all of them ask."""
 
-from __future__ import annotations
-
 import hashlib
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager

@@ -1,7 +1,5 @@
 """The forty requests over gRPC."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from typing import Any
 

@@ -1,7 +1,5 @@
 """The forty requests over HTTP: REST and OpenAI."""
 
-from __future__ import annotations
-
 import base64
 from typing import Any
 

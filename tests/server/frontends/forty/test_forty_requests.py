@@ -1,7 +1,5 @@
 """The same forty requests through every frontend: what the engine gets, and what caller and metrics are told."""
 
-from __future__ import annotations
-
 import asyncio
 from dataclasses import replace
 from pathlib import Path
@@ -29,7 +27,7 @@ def test_there_are_forty():
 
 @pytest.mark.parametrize("column", COLUMNS, ids=lambda column: column.name)
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
-async def test_a_request_ends_as_the_mapping_has_it(case: Case, column: Column, tmp_path: Path) -> None:
+async def test_a_request_ends_as_the_mapping_has_it(case: Case, column: Column, tmp_path: Path):
     if not column.expresses(case.ask):
         pytest.skip("this API has no such request")
     engine = case.engine()
@@ -57,7 +55,7 @@ _IN_STREAMS = [case for case in CASES if case.fields and TritonColumn().expresse
 
 
 @pytest.mark.parametrize("case", _IN_STREAMS, ids=lambda case: case.name)
-async def test_a_stream_of_triton_tells_a_failure_in_a_message_as_in_its_status(case: Case, tmp_path: Path) -> None:
+async def test_a_stream_of_triton_tells_a_failure_in_a_message_as_in_its_status(case: Case, tmp_path: Path):
     column = TritonColumn()
     async with serving_all(case.engine(), tmp_path) as rig:
         status, message = await column.error_texts(rig, case.ask)

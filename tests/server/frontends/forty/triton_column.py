@@ -1,7 +1,5 @@
 """The forty requests as a client of Triton makes them: one in a call, or as the only one of a stream."""
 
-from __future__ import annotations
-
 import re
 from typing import Any
 

@@ -3,8 +3,6 @@
 What is complete and good gets its name, and what fails leaves nothing behind; a removed adapter is gone as a whole.
 """
 
-from __future__ import annotations
-
 import asyncio
 import hashlib
 import os
@@ -115,7 +113,7 @@ def files_in(root: Path) -> dict[str, bytes]:
     return {str(path.relative_to(root)): path.read_bytes() for path in sorted(root.rglob("*")) if path.is_file()}
 
 
-async def test_an_upload_gets_its_name_and_the_engine_hears_of_it(root: Path) -> None:
+async def test_an_upload_gets_its_name_and_the_engine_hears_of_it(root: Path):
     async with with_folder(root) as rig:
         stored = await upload(rig, parts("team/colours@200", config=b"{}"))
     assert stored == wire.UploadAdapterResponse(
@@ -129,7 +127,7 @@ async def test_an_upload_gets_its_name_and_the_engine_hears_of_it(root: Path) ->
     assert rig.engine.changed_adapters == ["team/colours@200"]
 
 
-async def test_a_name_is_replaced_on_request_alone(root: Path) -> None:
+async def test_a_name_is_replaced_on_request_alone(root: Path):
     async with with_folder(root) as rig:
         await upload(rig, parts(config=b"{}"))
         assert await refusal(upload(rig, parts(data=b"new"))) == (Code.ALREADY_EXISTS, "ADAPTER_EXISTS")
@@ -140,7 +138,7 @@ async def test_a_name_is_replaced_on_request_alone(root: Path) -> None:
     assert files_in(root) == {"a/adapter_model.safetensors": b"new", "b/adapter_model.safetensors": WEIGHTS}
 
 
-async def test_a_step_replaces_the_folder_that_its_name_means(root: Path) -> None:
+async def test_a_step_replaces_the_folder_that_its_name_means(root: Path):
     folder = root / "a" / "checkpoint-200"
     folder.mkdir(parents=True)
     (folder / "adapter_model.safetensors").write_bytes(b"old")
@@ -150,7 +148,7 @@ async def test_a_step_replaces_the_folder_that_its_name_means(root: Path) -> Non
     assert files_in(root) == {"a/checkpoint-200/adapter_model.safetensors": WEIGHTS}
 
 
-async def test_nothing_but_the_files_of_an_adapter_is_ever_lost(root: Path) -> None:
+async def test_nothing_but_the_files_of_an_adapter_is_ever_lost(root: Path):
     for name, inner in (("trained", "optimizer.pt"), ("team", "colours/adapter_model.safetensors")):
         (root / name / inner).parent.mkdir(parents=True)
         (root / name / inner).write_bytes(b"kept")
@@ -164,7 +162,7 @@ async def test_nothing_but_the_files_of_an_adapter_is_ever_lost(root: Path) -> N
     assert files_in(root) == before
 
 
-async def test_a_link_is_replaced_and_not_what_it_leads_to(root: Path) -> None:
+async def test_a_link_is_replaced_and_not_what_it_leads_to(root: Path):
     (root / "run-7").mkdir()
     (root / "run-7" / "adapter_model.safetensors").write_bytes(b"seven")
     (root / "latest").symlink_to("run-7")
@@ -178,7 +176,7 @@ async def test_a_link_is_replaced_and_not_what_it_leads_to(root: Path) -> None:
     assert sorted(os.listdir(root)) == ["latest", "run-7"]
 
 
-async def test_a_repository_on_the_hub_is_hidden_on_request_alone(root: Path) -> None:
+async def test_a_repository_on_the_hub_is_hidden_on_request_alone(root: Path):
     async with with_folder(root, adapter_repositories=("org/name",)) as rig:
         assert await refusal(upload(rig, parts("org/name"))) == (Code.ALREADY_EXISTS, "ADAPTER_EXISTS")
         assert (await upload(rig, parts("org/name", replace=True))).replaced
@@ -191,7 +189,7 @@ async def test_a_repository_on_the_hub_is_hidden_on_request_alone(root: Path) ->
         *("a@", "@1", "a@1/2", "a" * 129, "a.safetensors", "a/adapter_config.json", "a@1.safetensors"),
     ],
 )
-async def test_a_name_that_is_none_is_refused_with_every_other_violation(root: Path, name: str) -> None:
+async def test_a_name_that_is_none_is_refused_with_every_other_violation(root: Path, name: str):
     async with with_folder(root) as rig:
         with pytest.raises(grpc.RpcError) as caught:
             await upload(rig, parts(name, size_bytes=0, sha256="AB"))
@@ -202,7 +200,7 @@ async def test_a_name_that_is_none_is_refused_with_every_other_violation(root: P
     assert os.listdir(root) == []
 
 
-async def test_a_name_that_leads_out_of_the_folder_is_refused(root: Path, tmp_path: Path) -> None:
+async def test_a_name_that_leads_out_of_the_folder_is_refused(root: Path, tmp_path: Path):
     (tmp_path / "outside").mkdir()
     (root / "out").symlink_to(tmp_path / "outside")
     async with with_folder(root) as rig:
@@ -243,7 +241,7 @@ async def test_a_name_that_leads_out_of_the_folder_is_refused(root: Path, tmp_pa
         ),
     ],
 )
-async def test_what_is_refused_leaves_nothing(root: Path, messages: Any, code: Any, reason: str) -> None:
+async def test_what_is_refused_leaves_nothing(root: Path, messages: Any, code: Any, reason: str):
     async with with_folder(root, max_adapter_bytes=4 * MIB) as rig:
         assert await refusal(upload(rig, messages())) == (code, reason)
         await no_open_calls(rig)
@@ -259,15 +257,13 @@ async def test_what_is_refused_leaves_nothing(root: Path, messages: Any, code: A
         (True, {"max_adapter_bytes": 0}, "started with --max-adapter-bytes 0"),
     ],
 )
-async def test_a_server_without_uploads_says_why(
-    root: Path, has_folder: bool, options: dict[str, Any], text: str
-) -> None:
+async def test_a_server_without_uploads_says_why(root: Path, has_folder: bool, options: dict[str, Any], text: str):
     async with with_folder(root if has_folder else None, **options) as rig:
         assert await refusal(upload(rig, parts())) == (Code.FAILED_PRECONDITION, "ADAPTER_FOLDER_UNWRITABLE")
         assert text in await text_of(upload(rig, parts()))
 
 
-async def test_a_folder_that_cannot_be_written_is_named(tmp_path: Path) -> None:
+async def test_a_folder_that_cannot_be_written_is_named(tmp_path: Path):
     folder = Path("/sys/kernel")  # not even root can make a folder there
     async with with_folder(folder) as rig:
         assert await refusal(upload(rig, parts())) == (Code.FAILED_PRECONDITION, "ADAPTER_FOLDER_UNWRITABLE")
@@ -276,7 +272,7 @@ async def test_a_folder_that_cannot_be_written_is_named(tmp_path: Path) -> None:
 
 async def test_an_upload_that_does_not_fit_the_disk_is_refused_from_its_header(
     root: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+):
     true = os.statvfs(root)
     free = true.f_bavail * true.f_frsize
     monkeypatch.setattr(adapter_folder, "_KEPT_FREE_BYTES", free)
@@ -286,7 +282,7 @@ async def test_an_upload_that_does_not_fit_the_disk_is_refused_from_its_header(
         assert os.listdir(root) == []
 
 
-async def test_an_upload_whose_client_hangs_up_leaves_nothing(root: Path) -> None:
+async def test_an_upload_whose_client_hangs_up_leaves_nothing(root: Path):
     async with with_folder(root) as rig:
         call = rig.engine_service.UploadAdapter()
         for part in list(parts())[:2]:
@@ -302,7 +298,7 @@ async def test_an_upload_whose_client_hangs_up_leaves_nothing(root: Path) -> Non
 
 async def test_a_caller_that_hangs_up_during_the_check_leaves_nothing(
     root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+):
     is_checking, may_end = asyncio.Event(), asyncio.Event()
 
     async def check(self: FakeEngine, folder: str, name: str) -> str:
@@ -329,7 +325,7 @@ async def test_a_caller_that_hangs_up_during_the_check_leaves_nothing(
         assert (await upload(rig, parts())).name == "a"
 
 
-async def test_an_upload_that_stalls_or_trickles_is_ended(root: Path) -> None:
+async def test_an_upload_that_stalls_or_trickles_is_ended(root: Path):
     def trickle() -> Iterator[Any]:
         yield next(parts("b"))
         for byte in WEIGHTS:
@@ -346,7 +342,7 @@ async def test_an_upload_that_stalls_or_trickles_is_ended(root: Path) -> None:
         assert os.listdir(root) == []
 
 
-async def test_uploads_that_stall_delay_no_other_call_and_further_ones_are_refused(root: Path) -> None:
+async def test_uploads_that_stall_delay_no_other_call_and_further_ones_are_refused(root: Path):
     async with with_folder(root) as rig, Http2Client.connected(rig.address) as client:
         for number in range(MAX_UPLOADS):
             stream = await client.begin(UPLOAD)
@@ -359,7 +355,7 @@ async def test_uploads_that_stall_delay_no_other_call_and_further_ones_are_refus
             assert response.result.answer == "a kestrel"
 
 
-async def test_of_many_uploads_of_a_name_one_is_stored(root: Path) -> None:
+async def test_of_many_uploads_of_a_name_one_is_stored(root: Path):
     async with with_folder(root) as rig:
         contents = [WEIGHTS[number:] for number in range(MAX_UPLOADS)]
         found = await asyncio.gather(*(upload(rig, parts(data=data)) for data in contents), return_exceptions=True)
@@ -371,7 +367,7 @@ async def test_of_many_uploads_of_a_name_one_is_stored(root: Path) -> None:
     assert files_in(root) == {"a/adapter_model.safetensors": stored[0]}
 
 
-async def test_a_server_that_drains_ends_uploads_and_leaves_nothing(root: Path) -> None:
+async def test_a_server_that_drains_ends_uploads_and_leaves_nothing(root: Path):
     async with with_folder(root, drain_timeout=30.0) as rig:
         call = rig.engine_service.UploadAdapter()
         await call.write(next(parts()))
@@ -384,7 +380,7 @@ async def test_a_server_that_drains_ends_uploads_and_leaves_nothing(root: Path) 
 
 async def test_uploads_take_the_scope_of_operators_and_are_logged_with_their_digest(
     root: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+):
     tokens = tmp_path / "tokens.toml"
     scopes = {"alice": Scope.INFER, "operator": Scope.ADMIN}
     tokens.write_text("\n".join(line_for(name, f"kestrel_{name}", frozenset({scopes[name]})) for name in scopes))
@@ -405,7 +401,7 @@ async def test_uploads_take_the_scope_of_operators_and_are_logged_with_their_dig
     ]
 
 
-async def test_with_an_admin_port_uploads_are_taken_there_alone(root: Path) -> None:
+async def test_with_an_admin_port_uploads_are_taken_there_alone(root: Path):
     async with with_folder(root, admin_port=0) as rig:
         with pytest.raises(grpc.RpcError) as caught:
             await upload(rig, parts())
@@ -419,7 +415,7 @@ async def test_with_an_admin_port_uploads_are_taken_there_alone(root: Path) -> N
             assert (await stub.UploadAdapter(iter(list(parts())))).name == "a"
 
 
-async def test_the_awaiting_client_reports_an_early_refusal(root: Path, tmp_path: Path) -> None:
+async def test_the_awaiting_client_reports_an_early_refusal(root: Path, tmp_path: Path):
     (tmp_path / "a.safetensors").write_bytes(bytes(24 * MIB))
     async with with_folder(root) as rig, AsyncClient(rig.address) as client:
         await upload(rig, parts())
@@ -427,7 +423,7 @@ async def test_the_awaiting_client_reports_an_early_refusal(root: Path, tmp_path
             await client.upload_adapter("a", tmp_path / "a.safetensors")
 
 
-async def test_what_killed_processes_have_left_is_removed_at_the_start(root: Path) -> None:
+async def test_what_killed_processes_have_left_is_removed_at_the_start(root: Path):
     left = root / ".upload-0123456789abcdef"
     left.mkdir()
     (left / "adapter_model.safetensors").write_bytes(b"half")
@@ -435,7 +431,7 @@ async def test_what_killed_processes_have_left_is_removed_at_the_start(root: Pat
         await until(lambda: not left.exists())
 
 
-def test_uploads_of_other_processes_and_other_folders_are_not_removed(root: Path) -> None:
+def test_uploads_of_other_processes_and_other_folders_are_not_removed(root: Path):
     (root / ".git").mkdir()
     (root / "a").mkdir()
     folder = adapter_folder.AdapterFolder(str(root), (), MIB)
@@ -453,7 +449,7 @@ def test_uploads_of_other_processes_and_other_folders_are_not_removed(root: Path
     assert files_in(root) == {"a/adapter_model.safetensors": b"abc"}
 
 
-def test_a_replaced_adapter_is_never_missing(root: Path) -> None:
+def test_a_replaced_adapter_is_never_missing(root: Path):
     """Readers see the old or the new folder at every moment."""
     folder = adapter_folder.AdapterFolder(str(root), (), MIB)
     is_over, missing = threading.Event(), list[bool]()
@@ -510,7 +506,7 @@ def put_adapter(folder: Path, *files: str) -> None:
 )
 async def test_a_removed_adapter_leaves_nothing_and_the_engine_hears_of_it(
     root: Path, name: str, folder: str, gone: str
-) -> None:
+):
     put_adapter(root / folder)
     put_adapter(root / "other", "x.safetensors")
     async with with_folder(root) as rig:
@@ -522,7 +518,7 @@ async def test_a_removed_adapter_leaves_nothing_and_the_engine_hears_of_it(
     assert not (root / gone).exists()
 
 
-async def test_neighbours_of_a_removed_adapter_stay(root: Path) -> None:
+async def test_neighbours_of_a_removed_adapter_stay(root: Path):
     for folder in ("team/a", "team/b", "run/7", "run/checkpoint-7"):
         put_adapter(root / folder, "x.safetensors")
     async with with_folder(root) as rig:
@@ -531,7 +527,7 @@ async def test_neighbours_of_a_removed_adapter_stay(root: Path) -> None:
     assert sorted(files_in(root)) == ["run/checkpoint-7/x.safetensors", "team/b/x.safetensors"]
 
 
-async def test_a_link_is_removed_and_not_what_it_leads_to(root: Path, tmp_path: Path) -> None:
+async def test_a_link_is_removed_and_not_what_it_leads_to(root: Path, tmp_path: Path):
     put_adapter(root / "run-7")
     put_adapter(tmp_path / "outside")
     (root / "latest").symlink_to("run-7")
@@ -561,7 +557,7 @@ async def test_a_link_is_removed_and_not_what_it_leads_to(root: Path, tmp_path: 
 )
 async def test_what_is_no_adapter_of_the_folder_is_not_removed(
     root: Path, tmp_path: Path, name: str, code: Any, reason: str, text: str
-) -> None:
+):
     put_adapter(tmp_path / "outside" / "a")
     (root / "out").symlink_to(tmp_path / "outside")
     put_adapter(root / "team" / "a")
@@ -588,7 +584,7 @@ async def test_what_is_no_adapter_of_the_folder_is_not_removed(
 )
 async def test_a_server_that_cannot_remove_adapters_says_why(
     folder: str | None, options: dict[str, Any], text: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+):
     monkeypatch.setattr(adapter_folder, "_other_entry", lambda folder: None)  # else it is refused for its content
     async with with_folder(None if folder is None else Path(folder), **options) as rig:
         found = await refusal(remove(rig, "kernel"))
@@ -597,7 +593,7 @@ async def test_a_server_that_cannot_remove_adapters_says_why(
         assert rig.engine.changed_adapters == []
 
 
-async def test_of_many_removals_of_a_name_one_succeeds_while_uploads_around_it_go_on(root: Path) -> None:
+async def test_of_many_removals_of_a_name_one_succeeds_while_uploads_around_it_go_on(root: Path):
     put_adapter(root / "team" / "a")
     async with with_folder(root) as rig:
         removals = asyncio.gather(*(remove(rig, "team/a") for _ in range(8)), return_exceptions=True)
@@ -611,7 +607,7 @@ async def test_of_many_removals_of_a_name_one_succeeds_while_uploads_around_it_g
 
 async def test_removals_take_the_scope_of_operators_and_are_logged(
     root: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+):
     put_adapter(root / "a")
     tokens = tmp_path / "tokens.toml"
     scopes = {"alice": Scope.INFER, "operator": Scope.ADMIN}
@@ -632,7 +628,7 @@ async def test_removals_take_the_scope_of_operators_and_are_logged(
     ]
 
 
-async def test_with_an_admin_port_removals_are_taken_there_alone(root: Path) -> None:
+async def test_with_an_admin_port_removals_are_taken_there_alone(root: Path):
     put_adapter(root / "a")
     async with with_folder(root, admin_port=0) as rig:
         with pytest.raises(grpc.RpcError) as caught:
@@ -646,7 +642,7 @@ async def test_with_an_admin_port_removals_are_taken_there_alone(root: Path) -> 
 
 async def test_a_caller_that_hangs_up_during_a_removal_leaves_the_engines_informed(
     root: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+):
     is_removing, may_end = threading.Event(), threading.Event()
     true = adapter_folder.AdapterFolder.remove
 

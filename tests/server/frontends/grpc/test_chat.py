@@ -1,7 +1,5 @@
 """Conversations over gRPC: turns and images in, an answer out, and every violation with its path."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 
@@ -59,7 +57,7 @@ def violations(*turns: Any, **fields: Any) -> list[str]:
     return [violation.field for violation in caught.value.violations]
 
 
-async def test_a_conversation_streams_what_it_answers_in_one_response() -> None:
+async def test_a_conversation_streams_what_it_answers_in_one_response():
     async with serving() as rig:
         events = [event async for event in rig.vision.Chat(wire.ChatRequest(messages=TURNS, reasoning=True))]
         whole = await rig.vision.CompleteChat(wire.CompleteChatRequest(messages=TURNS, reasoning=True))
@@ -74,7 +72,7 @@ async def test_a_conversation_streams_what_it_answers_in_one_response() -> None:
 
 
 @pytest.mark.parametrize("kind", [wire.ChatRequest, wire.CompleteChatRequest])
-def test_every_field_reaches_the_engine(kind: Any) -> None:
+def test_every_field_reaches_the_engine(kind: Any):
     message = kind(
         messages=TURNS,
         reasoning=True,
@@ -91,20 +89,20 @@ def test_every_field_reaches_the_engine(kind: Any) -> None:
     )
 
 
-def test_pixels_are_an_image_of_a_conversation() -> None:
+def test_pixels_are_an_image_of_a_conversation():
     raw = {"raw": {"pixels": bytes(12), "width_px": 2, "height_px": 2, "format": "PIXEL_FORMAT_RGB8"}}
     request = chat(wire.ChatRequest(messages=[said(USER, raw, "What?")]))
     assert request.images == (RawImage.packed(bytes(12), 2, 2, PixelFormat.RGB8),)
 
 
-async def test_samples_are_alternatives() -> None:
+async def test_samples_are_alternatives():
     async with serving() as rig:
         request = wire.CompleteChatRequest(messages=TURNS, sampling={"n": 3, "temperature": 1.0})
         answer = await rig.vision.CompleteChat(request)
     assert [item.answer for item in answer.alternatives] == ["a kestrel"] * 2
 
 
-def test_all_violations_are_reported_with_the_paths_of_the_message() -> None:
+def test_all_violations_are_reported_with_the_paths_of_the_message():
     raw = {"raw": {"pixels": b"", "width_px": 0, "height_px": 1, "format": "PIXEL_FORMAT_RGB8"}}
     wrong_format = {"raw": {"pixels": b"", "width_px": 0, "height_px": 1}}
     turns = [
@@ -146,11 +144,11 @@ def test_all_violations_are_reported_with_the_paths_of_the_message() -> None:
     ],
     ids=["none", "257 messages", "1,000 turns", "1,025 parts", "17 images", "no question", "nothing", "long"],
 )
-def test_conversations_beyond_the_limits_are_refused(turns: list[Any], found: list[str]) -> None:
+def test_conversations_beyond_the_limits_are_refused(turns: list[Any], found: list[str]):
     assert violations(*turns) == found
 
 
-def test_roles_need_not_alternate() -> None:
+def test_roles_need_not_alternate():
     turns = [said(ASSISTANT, "a"), said(ASSISTANT), said(USER, ONE), said(USER, TWO, "b")]
     found = chat(wire.ChatRequest(messages=turns))
     assert [(message.role, message.text, message.images) for message in found.messages] == [
@@ -172,7 +170,7 @@ class Refusing(FakeEngine):
         return self._error
 
 
-async def test_errors_of_the_engine_name_the_part_of_the_message() -> None:
+async def test_errors_of_the_engine_name_the_part_of_the_message():
     error = ImageError("cannot be decoded", field="messages[1].images[1]")
     async with serving(Refusing(error)) as rig:
         for call in (
@@ -186,7 +184,7 @@ async def test_errors_of_the_engine_name_the_part_of_the_message() -> None:
             assert reason_of(caught.value) == "IMAGE_DECODE_FAILED"
 
 
-async def test_stored_images_are_those_of_the_caller_alone() -> None:
+async def test_stored_images_are_those_of_the_caller_alone():
     async with serving() as rig:
         stored = [
             (await rig.images.PutImage(image_service_pb2.PutImageRequest(data=data))).image.image_id
@@ -203,7 +201,7 @@ async def test_stored_images_are_those_of_the_caller_alone() -> None:
         assert (reason_of(caught.value), resource.resource_name) == ("IMAGE_NOT_FOUND", missing)
 
 
-async def test_addresses_that_are_not_fetched_are_all_named() -> None:
+async def test_addresses_that_are_not_fetched_are_all_named():
     async with serving() as rig:
         turns = [said(USER, {"uri": "https://a.example/1.png"}, ONE, {"uri": "https://a.example/2.png"}, "a")]
         with pytest.raises(grpc.aio.AioRpcError) as caught:
@@ -216,7 +214,7 @@ async def test_addresses_that_are_not_fetched_are_all_named() -> None:
         assert reason_of(caught.value) == "IMAGE_URI_NOT_ALLOWED"
 
 
-def test_a_message_may_be_large_by_its_images_alone() -> None:
+def test_a_message_may_be_large_by_its_images_alone():
     shape = shape_of(wire.ChatRequest.DESCRIPTOR)
     large = wire.ChatRequest(messages=[said(USER, *[b"x" * MIB] * 16, "a")]).SerializeToString()
     check_shape(large, shape, MIB)
@@ -225,7 +223,7 @@ def test_a_message_may_be_large_by_its_images_alone() -> None:
             check_shape(wire.ChatRequest(messages=[turn]).SerializeToString(), shape, MIB)
 
 
-def test_the_longest_conversation_has_no_more_fields_than_a_message_may_have() -> None:
+def test_the_longest_conversation_has_no_more_fields_than_a_message_may_have():
     turns = [said(USER, *["a"] * 4) for _ in range(MAX_CHAT_MESSAGES - 16)]
     turns += [said(USER, b"x" * MIB, *["a"] * 3) for _ in range(16)]
     message = wire.ChatRequest(messages=turns).SerializeToString()
@@ -235,7 +233,7 @@ def test_the_longest_conversation_has_no_more_fields_than_a_message_may_have() -
         check_shape(message + b"\x0a\x00" * 4000, shape_of(wire.ChatRequest.DESCRIPTOR), MIB)
 
 
-async def test_image_ids_of_another_tenant_are_not_found(tmp_path: Path) -> None:
+async def test_image_ids_of_another_tenant_are_not_found(tmp_path: Path):
     tokens = tmp_path / "tokens.toml"
     write_tokens(tokens, "alice", "bob")
     async with serving(tokens=str(tokens)) as rig:

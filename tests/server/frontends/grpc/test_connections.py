@@ -1,7 +1,5 @@
 """Connections that are closed, and those that are let alone."""
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import fcntl
@@ -79,7 +77,7 @@ def rig(stack: ExitStack) -> Rig:
     return Rig(stack, socket.create_server(("127.0.0.1", 0)))
 
 
-def test_clients_get_what_was_sent_and_then_the_end(rig: Rig) -> None:
+def test_clients_get_what_was_sent_and_then_the_end(rig: Rig):
     rig.accepted[0].sendall(b"the last word")
     rig.connections.close_all()
     assert rig.clients[0].recv(100) == b"the last word"
@@ -88,13 +86,13 @@ def test_clients_get_what_was_sent_and_then_the_end(rig: Rig) -> None:
     assert rig.accepted[0].recv(100) == b"still heard"
 
 
-def test_no_further_connection_is_made(rig: Rig) -> None:
+def test_no_further_connection_is_made(rig: Rig):
     rig.connections.close_all()
     with pytest.raises(ConnectionRefusedError):
         socket.create_connection(rig.listener.getsockname(), timeout=MAX_WAIT_S)
 
 
-def test_connections_of_other_ports_are_let_alone(rig: Rig, stack: ExitStack) -> None:
+def test_connections_of_other_ports_are_let_alone(rig: Rig, stack: ExitStack):
     others = found(stack, (rig.clients[0].getsockname()[1] + 1, 1))
     others.close_all()
     assert others.close_idle((), min_idle_s=0.0) == 0
@@ -102,9 +100,7 @@ def test_connections_of_other_ports_are_let_alone(rig: Rig, stack: ExitStack) ->
     socket.create_connection(rig.listener.getsockname(), timeout=MAX_WAIT_S).close()
 
 
-def test_connections_of_a_unix_socket_end_with_the_server_and_never_count_as_idle(
-    stack: ExitStack, tmp_path: Path
-) -> None:
+def test_connections_of_a_unix_socket_end_with_the_server_and_never_count_as_idle(stack: ExitStack, tmp_path: Path):
     listener = socket.socket(socket.AF_UNIX)
     listener.bind(str(tmp_path / "a.sock"))
     listener.listen()
@@ -117,7 +113,7 @@ def test_connections_of_a_unix_socket_end_with_the_server_and_never_count_as_idl
     assert rig.open_clients() == []
 
 
-def test_connections_end_although_no_descriptor_is_left(rig: Rig) -> None:
+def test_connections_end_although_no_descriptor_is_left(rig: Rig):
     before = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (max(map(int, os.listdir("/dev/fd"))) + 1, before[1]))
     taken: list[int] = []
@@ -133,7 +129,7 @@ def test_connections_end_although_no_descriptor_is_left(rig: Rig) -> None:
     assert rig.open_clients() == []
 
 
-def test_no_descriptor_is_left_behind_or_closed(rig: Rig) -> None:
+def test_no_descriptor_is_left_behind_or_closed(rig: Rig):
     rig.connections.release()
     before = set(os.listdir("/dev/fd"))
     rig.connections.open([rig.listener.getsockname()[1]])
@@ -144,7 +140,7 @@ def test_no_descriptor_is_left_behind_or_closed(rig: Rig) -> None:
         accepted.getpeername()
 
 
-def test_a_connection_that_was_looked_at_can_still_be_closed_by_its_owner(rig: Rig) -> None:
+def test_a_connection_that_was_looked_at_can_still_be_closed_by_its_owner(rig: Rig):
     last = fcntl.fcntl(rig.accepted[0], fcntl.F_DUPFD, 500)  # what is looked at last
     assert not rig.connections.close_peer("ipv4:127.0.0.1:1")
     os.close(last)
@@ -152,7 +148,7 @@ def test_a_connection_that_was_looked_at_can_still_be_closed_by_its_owner(rig: R
     assert rig.clients[0].recv(1) == b""
 
 
-def test_nothing_is_closed_once_the_server_has_ended(rig: Rig) -> None:
+def test_nothing_is_closed_once_the_server_has_ended(rig: Rig):
     rig.connections.release()
     rig.connections.close_all()
     assert rig.connections.close_idle((), min_idle_s=0.0) == 0
@@ -165,33 +161,33 @@ needs_idle_times = pytest.mark.skipif(
 
 
 @needs_idle_times
-def test_half_of_the_connections_are_closed_and_the_listener_stays(rig: Rig) -> None:
+def test_half_of_the_connections_are_closed_and_the_listener_stays(rig: Rig):
     assert rig.connections.close_idle((), min_idle_s=0.0) == NUM_CLIENTS // 2
     assert len(rig.open_clients()) == NUM_CLIENTS - NUM_CLIENTS // 2
     socket.create_connection(rig.listener.getsockname(), timeout=MAX_WAIT_S).close()
 
 
 @needs_idle_times
-def test_connections_with_open_calls_stay(rig: Rig) -> None:
+def test_connections_with_open_calls_stay(rig: Rig):
     busy = [client.getsockname()[1] for client in rig.clients[1:]]
     assert rig.connections.close_idle(busy, min_idle_s=0.0) == 1
     assert rig.open_clients() == list(range(1, NUM_CLIENTS))
 
 
 @needs_idle_times
-def test_connections_that_were_used_just_now_stay(rig: Rig) -> None:
+def test_connections_that_were_used_just_now_stay(rig: Rig):
     assert rig.connections.close_idle((), min_idle_s=3600.0) == 0
     assert rig.open_clients() == list(range(NUM_CLIENTS))
 
 
 @needs_idle_times
-def test_a_connection_on_which_much_is_sent_and_nothing_comes_is_not_idle(rig: Rig) -> None:
+def test_a_connection_on_which_much_is_sent_and_nothing_comes_is_not_idle(rig: Rig):
     while not rig.connections.close_idle((), min_idle_s=0.05):
         rig.accepted[0].sendall(b"a")
     assert 0 in rig.open_clients()
 
 
-def test_descriptors_run_out_before_the_last_is_taken() -> None:
+def test_descriptors_run_out_before_the_last_is_taken():
     assert not is_short_of_descriptors()
     before = resource.getrlimit(resource.RLIMIT_NOFILE)
     lowest_free = os.dup(0)
@@ -214,14 +210,14 @@ def test_descriptors_run_out_before_the_last_is_taken() -> None:
 )
 def test_only_the_connection_of_that_peer_is_closed(
     family: socket.AddressFamily, host: str, name: str, stack: ExitStack
-) -> None:
+):
     rig = Rig(stack, socket.create_server((host, 0), family=family))
     assert rig.connections.close_peer(name.format(rig.clients[2].getsockname()[1]))
     assert not rig.connections.close_peer(name.format(rig.listener.getsockname()[1])), "no caller is there"
     assert rig.open_clients() == [0, 1, 3, 4, 5]
 
 
-def test_a_caller_of_ipv4_is_found_on_a_socket_of_ipv6(stack: ExitStack) -> None:
+def test_a_caller_of_ipv4_is_found_on_a_socket_of_ipv6(stack: ExitStack):
     if not socket.has_dualstack_ipv6():
         pytest.skip("no sockets for both")
     rig = Rig(stack, socket.create_server(("::", 0), family=socket.AF_INET6, dualstack_ipv6=True))
@@ -230,7 +226,7 @@ def test_a_caller_of_ipv4_is_found_on_a_socket_of_ipv6(stack: ExitStack) -> None
     assert rig.open_clients() == list(range(NUM_CLIENTS))
 
 
-async def test_a_response_that_was_read_in_time_closes_nothing_later(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_response_that_was_read_in_time_closes_nothing_later(monkeypatch: pytest.MonkeyPatch):
     closed: list[str] = []
     monkeypatch.setattr(Connections, "close_peer", lambda _, peer: closed.append(peer))
     connections, timed_out = Connections(0.01, tuple), asyncio.Event()
@@ -251,7 +247,7 @@ async def stored(rig: Serving, num_bytes: int) -> image_service_pb2.GetImageRequ
     return image_service_pb2.GetImageRequest(image_id=put.image.image_id, include_data=True)
 
 
-async def test_who_does_not_read_a_file_loses_the_connection_and_the_place(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_who_does_not_read_a_file_loses_the_connection_and_the_place(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr("kestrel_grpc.frontends.grpc.image_service._MAX_SENT_AT_ONCE", 1)
     async with serving(stream_idle_timeout=2.0) as rig, asyncio.timeout(MAX_WAIT_S):
         request = await stored(rig, LARGE_BYTES + 1)
@@ -263,7 +259,7 @@ async def test_who_does_not_read_a_file_loses_the_connection_and_the_place(monke
             assert len((await rig.images.GetImage(request)).data) == LARGE_BYTES + 1, "others are not disturbed"
 
 
-async def test_a_file_that_is_read_in_time_costs_no_connection() -> None:
+async def test_a_file_that_is_read_in_time_costs_no_connection():
     async with serving(stream_idle_timeout=30.0) as rig:
         request = await stored(rig, LARGE_BYTES + 1)
         async with Http2Client.connected(rig.address) as client, asyncio.timeout(MAX_WAIT_S):

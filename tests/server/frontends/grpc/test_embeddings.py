@@ -1,7 +1,5 @@
 """`EmbedImage` and `StreamEmbedImage` over the wire."""
 
-from __future__ import annotations
-
 import struct
 from typing import Any
 
@@ -29,7 +27,7 @@ async def events_of(rig: Any, **fields: Any) -> list[wire.StreamEmbedImageRespon
     return [event async for event in stream]
 
 
-async def test_the_mean_is_one_response() -> None:
+async def test_the_mean_is_one_response():
     options = generation_pb2.RequestOptions(cache=generation_pb2.CACHE_POLICY_BYPASS)
     async with serving() as rig:
         response = await rig.vision.EmbedImage(wire.EmbedImageRequest(image=IMAGE, normalize=True, options=options))
@@ -43,7 +41,7 @@ async def test_the_mean_is_one_response() -> None:
 
 
 @pytest.mark.parametrize(("type", "form"), [("UNSPECIFIED", "e"), ("FLOAT16", "e"), ("FLOAT32", "f")])
-async def test_patches_come_in_pieces_before_the_mean(type: str, form: str) -> None:
+async def test_patches_come_in_pieces_before_the_mean(type: str, form: str):
     async with serving() as rig:
         events = await events_of(rig, type=f"EMBEDDING_TYPE_{type}")
     (request,) = rig.engine.requests
@@ -56,7 +54,7 @@ async def test_patches_come_in_pieces_before_the_mean(type: str, form: str) -> N
     assert list(events[-1].completed.mean) == [0.25, -0.5, 1.0]
 
 
-async def test_all_mistakes_of_a_request_are_named_and_cost_nothing() -> None:
+async def test_all_mistakes_of_a_request_are_named_and_cost_nothing():
     wrong = generation_pb2.RequestOptions(adapter="colours", priority=99)  # pyrefly: ignore[bad-argument-type]
     async with serving() as rig:
         with pytest.raises(grpc.aio.AioRpcError) as refused:
@@ -70,7 +68,7 @@ async def test_all_mistakes_of_a_request_are_named_and_cost_nothing() -> None:
     assert rig.engine.requests == []
 
 
-async def test_patches_of_megabytes_arrive_whole_and_in_order() -> None:
+async def test_patches_of_megabytes_arrive_whole_and_in_order():
     row, count = bytes(range(256)) * 16, 1460  # 5.7 MiB, as float32 of a real model
 
     def script(request: Request) -> list[Any]:
@@ -83,7 +81,7 @@ async def test_patches_of_megabytes_arrive_whole_and_in_order() -> None:
     assert b"".join(event.patches.data for event in events) == row * count
 
 
-async def test_streams_that_are_not_read_are_bounded_and_others_go_on() -> None:
+async def test_streams_that_are_not_read_are_bounded_and_others_go_on():
     async with serving(FakeEngine(lambda request: [*answers(request)[:-1], HOLD])) as rig:
         streams = [rig.vision.StreamEmbedImage(wire.StreamEmbedImageRequest(image=IMAGE)) for _ in range(8)]
         for stream in streams:

@@ -1,7 +1,5 @@
 """`EngineService` over the wire."""
 
-from __future__ import annotations
-
 import asyncio
 import itertools
 import os
@@ -23,7 +21,7 @@ from tests.fakes import HOLD, FakeEngine
 from tests.server.serving import Serving, details_of, reason_of, serving
 
 
-async def test_server_info_names_this_run_and_its_limits() -> None:
+async def test_server_info_names_this_run_and_its_limits():
     async with serving(max_message_bytes=1_000_000) as rig:
         info = await rig.engine_service.GetServerInfo(wire.GetServerInfoRequest())
         again = await rig.engine_service.GetServerInfo(wire.GetServerInfoRequest())
@@ -41,7 +39,7 @@ async def test_server_info_names_this_run_and_its_limits() -> None:
     )
 
 
-async def test_server_info_tells_how_memory_was_divided() -> None:
+async def test_server_info_tells_how_memory_was_divided():
     engine = FakeEngine()
     plan = MemoryPlan(2**36 + 1, 0.875, 2**35 + 3, 5, 7, 11, 13, 17, 19, -23, 29, 31, 37)
     engine.info = replace(engine.info, memory=plan)
@@ -64,13 +62,13 @@ async def test_server_info_tells_how_memory_was_divided() -> None:
     )
 
 
-async def test_an_engine_that_divided_no_memory_tells_of_none() -> None:
+async def test_an_engine_that_divided_no_memory_tells_of_none():
     async with serving() as rig:
         info = await rig.engine_service.GetServerInfo(wire.GetServerInfoRequest())
     assert not info.HasField("memory_plan")
 
 
-async def test_models_tell_their_skills_and_the_defaults_in_force() -> None:
+async def test_models_tell_their_skills_and_the_defaults_in_force():
     async with serving() as rig:
         models = (await rig.engine_service.ListModels(wire.ListModelsRequest())).models
     assert [model.name for model in models] == ["fake"]
@@ -90,13 +88,13 @@ async def test_models_tell_their_skills_and_the_defaults_in_force() -> None:
     assert not defaults["segment"].HasField("max_objects")
 
 
-async def test_defaults_are_those_of_the_skills_that_are_served() -> None:
+async def test_defaults_are_those_of_the_skills_that_are_served():
     async with serving(FakeEngine(skills=("query", "point"))) as rig:
         models = (await rig.engine_service.ListModels(wire.ListModelsRequest())).models
     assert [item.skill for item in models[0].defaults] == ["query", "point"]
 
 
-async def test_load_is_that_of_the_engine() -> None:
+async def test_load_is_that_of_the_engine():
     async with serving() as rig:
         load = (await rig.engine_service.GetLoad(wire.GetLoadRequest())).load
     assert load == wire.Load(
@@ -110,7 +108,7 @@ async def test_load_is_that_of_the_engine() -> None:
     )
 
 
-async def test_the_only_engine_has_the_whole_load_and_one_process_takes_the_calls() -> None:
+async def test_the_only_engine_has_the_whole_load_and_one_process_takes_the_calls():
     async with serving(FakeEngine(lambda request: [HOLD])) as rig:
         running = rig.vision.CompleteQuery(vision_service_pb2.CompleteQueryRequest(question="?"))
         await rig.engine.num_submitted.acquire()
@@ -133,7 +131,7 @@ async def test_the_only_engine_has_the_whole_load_and_one_process_takes_the_call
     assert recovering.status == wire.ENGINE_STATUS_RECOVERING
 
 
-async def test_every_state_of_an_engine_has_its_status_in_the_contract(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_every_state_of_an_engine_has_its_status_in_the_contract(monkeypatch: pytest.MonkeyPatch):
     states = [CoreReading(index, status, None, None, None) for index, status in enumerate(EngineStatus)]
     monkeypatch.setattr(FakeEngine, "cores", lambda _: states)
     async with serving() as rig:
@@ -142,7 +140,7 @@ async def test_every_state_of_an_engine_has_its_status_in_the_contract(monkeypat
     assert names == [f"ENGINE_STATUS_{status.name}" for status in EngineStatus]
 
 
-async def test_server_info_tells_of_each_engine(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_server_info_tells_of_each_engine(monkeypatch: pytest.MonkeyPatch):
     engine = FakeEngine()
     plan = MemoryPlan(2**36 + 1, 0.875, 2**35 + 3, 5, 7, 11, 13, 17, 19, -23, 29, 31)
     gpu = replace(
@@ -176,7 +174,7 @@ async def test_server_info_tells_of_each_engine(monkeypatch: pytest.MonkeyPatch)
     assert not load.engines[1].HasField("load")
 
 
-async def test_server_info_has_the_options_that_matter_and_names_no_files() -> None:
+async def test_server_info_has_the_options_that_matter_and_names_no_files():
     engine = FakeEngine()
     config = EngineConfig(
         model="/private/model",
@@ -215,7 +213,7 @@ async def clear(rig: Serving, **owner: str) -> Any:
     return await rig.engine_service.ClearCache(wire.ClearCacheRequest(**owner), metadata=bearing("operator"))
 
 
-async def test_caches_are_cleared_for_all_for_a_token_or_for_a_namespace(tokens: str) -> None:
+async def test_caches_are_cleared_for_all_for_a_token_or_for_a_namespace(tokens: str):
     async with serving(tokens=tokens) as rig:
         response = await clear(rig)
         assert (response.page_count, response.image_count, response.crop_count) == (7, 2, 5)
@@ -238,7 +236,7 @@ async def test_caches_are_cleared_for_all_for_a_token_or_for_a_namespace(tokens:
 )
 async def test_who_has_nothing_cached_is_no_owner_and_the_known_ones_are_named(
     tokens: str, owner: dict[str, str], text: str
-) -> None:
+):
     async with serving(tokens=tokens) as rig:
         with pytest.raises(grpc.aio.AioRpcError) as caught:
             await clear(rig, **owner)
@@ -247,7 +245,7 @@ async def test_who_has_nothing_cached_is_no_owner_and_the_known_ones_are_named(
     assert rig.engine.cleared == []
 
 
-async def test_of_many_callers_twenty_are_named(tmp_path: Path) -> None:
+async def test_of_many_callers_twenty_are_named(tmp_path: Path):
     path = tmp_path / "tokens.toml"
     names = [f"caller-{number:02}" for number in range(23)]
     lines = [line_for(name, f"kestrel_{name}", frozenset({Scope.INFER})) for name in names]
@@ -260,7 +258,7 @@ async def test_of_many_callers_twenty_are_named(tmp_path: Path) -> None:
     assert "caller-20" not in text
 
 
-async def test_without_tokens_there_is_one_cache() -> None:
+async def test_without_tokens_there_is_one_cache():
     async with serving() as rig:
         await rig.engine_service.ClearCache(wire.ClearCacheRequest())
         with pytest.raises(grpc.aio.AioRpcError):
@@ -268,7 +266,7 @@ async def test_without_tokens_there_is_one_cache() -> None:
     assert rig.engine.cleared == [(None, None)]
 
 
-async def test_requests_reach_the_engine_in_the_namespace_of_their_token(tokens: str) -> None:
+async def test_requests_reach_the_engine_in_the_namespace_of_their_token(tokens: str):
     async with serving(tokens=tokens) as rig:
         for name in ("alice", "camera"):
             await rig.vision.CompleteQuery(
@@ -277,7 +275,7 @@ async def test_requests_reach_the_engine_in_the_namespace_of_their_token(tokens:
     assert rig.engine.namespaces == ["token:alice", "shared:yard"]
 
 
-async def test_a_priority_counts_between_tokens_as_far_as_the_token_allows(tokens: str) -> None:
+async def test_a_priority_counts_between_tokens_as_far_as_the_token_allows(tokens: str):
     asked = generation_pb2.Priority.values()[1:]
     async with serving(tokens=tokens) as rig:
         for name, priority in itertools.product(("alice", "bob"), asked):
@@ -309,7 +307,7 @@ async def cancel(rig: Serving, **selection: str) -> int:
 
 
 @pytest.mark.parametrize("streaming", [False, True])
-async def test_requests_are_cancelled_by_their_id_or_by_their_token(tokens: str, streaming: bool) -> None:
+async def test_requests_are_cancelled_by_their_id_or_by_their_token(tokens: str, streaming: bool):
     async with serving(FakeEngine(lambda request: [HOLD]), tokens=tokens) as rig:
         one, two, three, other = [
             await begun(rig, name, request_id, streaming=streaming)
@@ -328,7 +326,7 @@ async def test_requests_are_cancelled_by_their_id_or_by_their_token(tokens: str,
         await rig.engine.is_idle.wait()
 
 
-async def test_the_caller_of_a_cancelled_request_is_told_who_cancelled_it(tokens: str) -> None:
+async def test_the_caller_of_a_cancelled_request_is_told_who_cancelled_it(tokens: str):
     async with serving(FakeEngine(lambda request: [HOLD]), tokens=tokens) as rig:
         metadata = bearing("alice")
         call = rig.vision.CompleteQuery(vision_service_pb2.CompleteQueryRequest(question="?"), metadata=metadata)
@@ -341,7 +339,7 @@ async def test_the_caller_of_a_cancelled_request_is_told_who_cancelled_it(tokens
 
 
 @pytest.mark.parametrize("selection", [{}, {"request_id": ""}, {"token": ""}])
-async def test_cancelling_needs_a_name(tokens: str, selection: dict[str, str]) -> None:
+async def test_cancelling_needs_a_name(tokens: str, selection: dict[str, str]):
     async with serving(FakeEngine(lambda request: [HOLD]), tokens=tokens) as rig:
         ended = await begun(rig, "alice", "a", streaming=False)
         with pytest.raises(grpc.aio.AioRpcError) as caught:
@@ -350,7 +348,7 @@ async def test_cancelling_needs_a_name(tokens: str, selection: dict[str, str]) -
         assert not ended.done()
 
 
-async def test_adapters_are_listed_loaded_and_unloaded() -> None:
+async def test_adapters_are_listed_loaded_and_unloaded():
     async with serving() as rig:
         found = await rig.engine_service.ListAdapters(wire.ListAdaptersRequest())
         loaded = await rig.engine_service.LoadAdapter(wire.LoadAdapterRequest(name="colours"))
@@ -369,7 +367,7 @@ async def test_adapters_are_listed_loaded_and_unloaded() -> None:
         ("broken", grpc.StatusCode.FAILED_PRECONDITION, "ADAPTER_INVALID"),
     ],
 )
-async def test_an_adapter_that_cannot_be_loaded_is_refused(name: str, code: grpc.StatusCode, reason: str) -> None:
+async def test_an_adapter_that_cannot_be_loaded_is_refused(name: str, code: grpc.StatusCode, reason: str):
     async with serving() as rig:
         with pytest.raises(grpc.aio.AioRpcError) as caught:
             await rig.engine_service.LoadAdapter(wire.LoadAdapterRequest(name=name))
@@ -380,7 +378,7 @@ async def test_an_adapter_that_cannot_be_loaded_is_refused(name: str, code: grpc
 
 async def test_calls_of_operators_are_logged_with_what_they_change_also_where_they_are_refused(
     tokens: str, caplog: pytest.LogCaptureFixture
-) -> None:
+):
     caplog.set_level("INFO", "kestrel_grpc")
     async with serving(tokens=tokens) as rig:
         await clear(rig)
@@ -407,7 +405,7 @@ async def test_calls_of_operators_are_logged_with_what_they_change_also_where_th
     assert lines[2]["cancelled"] == f"request_id {'x' * 200}"
 
 
-async def test_clearing_and_cancelling_take_the_scope_of_operators(tokens: str) -> None:
+async def test_clearing_and_cancelling_take_the_scope_of_operators(tokens: str):
     async with serving(tokens=tokens) as rig:
         for call in (
             rig.engine_service.ClearCache(wire.ClearCacheRequest(), metadata=bearing("alice")),

@@ -1,7 +1,5 @@
 """Streams of frames: the newest first, errors of single frames, limits, and that nothing stays behind."""
 
-from __future__ import annotations
-
 import asyncio
 import logging
 import threading
@@ -104,7 +102,7 @@ def write_tokens(path: Path, more: str = "", name: str = "alice", scope: Scope =
     return str(path)
 
 
-async def test_the_newest_frame_is_looked_at_next_and_those_before_it_are_dropped() -> None:
+async def test_the_newest_frame_is_looked_at_next_and_those_before_it_are_dropped():
     async with serving(FakeEngine(holds)) as rig, streaming(rig, settings("car"), frame(b"0")) as call:
         await rig.engine.num_submitted.acquire()
         for number in range(1, 10):
@@ -124,7 +122,7 @@ async def test_the_newest_frame_is_looked_at_next_and_those_before_it_are_droppe
     assert first.result.objects[0].track_id == 0
 
 
-async def test_every_frame_is_looked_at_in_order_where_the_client_asks_for_it() -> None:
+async def test_every_frame_is_looked_at_in_order_where_the_client_asks_for_it():
     messages = [frame(b"%d" % number) for number in range(5)]
     async with serving() as rig, streaming(rig, settings("car", every_frame=True), *messages) as call:
         await call.done_writing()
@@ -135,7 +133,7 @@ async def test_every_frame_is_looked_at_in_order_where_the_client_asks_for_it() 
     assert responses[-1].dropped_frame_count == 0
 
 
-async def test_a_client_that_says_what_it_has_read_gets_no_answers_that_grow_old_unread() -> None:
+async def test_a_client_that_says_what_it_has_read_gets_no_answers_that_grow_old_unread():
     async with serving() as rig, streaming(rig, settings("car")) as call:
         for number in range(2):
             await call.write(frame(b"%d" % number, num_read=0))
@@ -150,7 +148,7 @@ async def test_a_client_that_says_what_it_has_read_gets_no_answers_that_grow_old
     assert images_of(rig.engine) == [b"0", b"1", b"3", b"4"]
 
 
-async def test_a_camera_that_pauses_gets_the_answer_about_its_last_frame(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_camera_that_pauses_gets_the_answer_about_its_last_frame(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr("kestrel_grpc.frontends.grpc.frame_streams._LAST_WORD_S", 0.01)
     async with serving() as rig, streaming(rig, settings("car")) as call:
         for number in range(4):
@@ -158,7 +156,7 @@ async def test_a_camera_that_pauses_gets_the_answer_about_its_last_frame(monkeyp
             assert (await call.read()).frame_index == number
 
 
-async def test_points_and_several_objects_are_found_as_in_single_calls() -> None:
+async def test_points_and_several_objects_are_found_as_in_single_calls():
     raw = media_pb2.RawImage(pixels=bytes(12), width_px=2, height_px=2, format=media_pb2.PIXEL_FORMAT_RGB8)
     one = wire.PointFramesSettings(request=wire.PointRequest(objects=["car", "dog"], max_objects=7))
     async with serving() as rig:
@@ -176,7 +174,7 @@ async def test_points_and_several_objects_are_found_as_in_single_calls() -> None
     assert rig.engine.requests[:2] == asked
 
 
-async def test_a_frame_that_fails_has_an_error_and_the_stream_goes_on() -> None:
+async def test_a_frame_that_fails_has_an_error_and_the_stream_goes_on():
     def script(request: Request) -> list[object]:
         errors = {b"broken": ImageError("is broken"), b"late": QueueTimeout(0.5), b"bug": RuntimeError("a secret")}
         assert isinstance(request, Detect)
@@ -239,7 +237,7 @@ async def test_a_frame_that_fails_has_an_error_and_the_stream_goes_on() -> None:
 )
 async def test_what_every_frame_would_fail_with_ends_the_stream(
     messages: tuple[Any, ...], code: str, reason: str, text: str
-) -> None:
+):
     async with serving() as rig, streaming(rig, *messages) as call:
         await call.done_writing()
         error = await refused(call)
@@ -247,7 +245,7 @@ async def test_what_every_frame_would_fail_with_ends_the_stream(
         assert not rig.engine.requests
 
 
-async def test_settings_that_only_the_engine_can_judge_end_the_stream_with_the_path_of_their_field() -> None:
+async def test_settings_that_only_the_engine_can_judge_end_the_stream_with_the_path_of_their_field():
     async with (
         serving(FakeEngine(lambda request: [ContextLengthExceeded("object", 5000, 4096)])) as rig,
         streaming(rig, settings("car"), frame()) as call,
@@ -258,7 +256,7 @@ async def test_settings_that_only_the_engine_can_judge_end_the_stream_with_the_p
     assert [item.field for item in details["BadRequest"].field_violations] == ["settings.request.object"]
 
 
-async def test_a_model_without_the_skill_ends_the_stream_at_once() -> None:
+async def test_a_model_without_the_skill_ends_the_stream_at_once():
     async with (
         serving(FakeEngine(skills=[name for name in SKILLS if name != "detect"])) as rig,
         streaming(rig, settings("car")) as call,
@@ -266,7 +264,7 @@ async def test_a_model_without_the_skill_ends_the_stream_at_once() -> None:
         assert reason_of(await refused(call)) == "SKILL_UNSUPPORTED"
 
 
-async def test_messages_that_cannot_be_parsed_end_the_stream() -> None:
+async def test_messages_that_cannot_be_parsed_end_the_stream():
     async with serving() as rig:
         method = rig.channel.stream_stream("/kestrel.v1.VisionService/DetectFrames")
         for bad, text in ((b"\xff" * 9, "the message cannot be parsed"), (b"\x1f\x8bzip", "without compression")):
@@ -277,7 +275,7 @@ async def test_messages_that_cannot_be_parsed_end_the_stream() -> None:
             assert text in (error.details() or "")
 
 
-async def test_objects_keep_their_ids_while_their_boxes_overlap() -> None:
+async def test_objects_keep_their_ids_while_their_boxes_overlap():
     places = iter(((0.1, 0.6), (0.65, 0.15), (0.7,), (0.2, 0.75), (0.45,)))
 
     def script(request: Request) -> list[object]:
@@ -298,7 +296,7 @@ async def test_objects_keep_their_ids_while_their_boxes_overlap() -> None:
     ]
 
 
-async def test_a_stream_holds_the_place_of_its_frames_among_the_concurrent_calls_of_a_token(tmp_path: Path) -> None:
+async def test_a_stream_holds_the_place_of_its_frames_among_the_concurrent_calls_of_a_token(tmp_path: Path):
     tokens = write_tokens(tmp_path / "tokens", ", concurrency = 1")
     async with serving(tokens=tokens) as rig:
         async with streaming(rig, settings("car"), metadata=ALICE) as call:
@@ -313,7 +311,7 @@ async def test_a_stream_holds_the_place_of_its_frames_among_the_concurrent_calls
     assert rig.engine.tenants == ["alice"] * 4
 
 
-async def test_each_frame_counts_towards_the_rate_and_the_stream_survives_its_end(tmp_path: Path) -> None:
+async def test_each_frame_counts_towards_the_rate_and_the_stream_survives_its_end(tmp_path: Path):
     tokens = write_tokens(tmp_path / "tokens", ", rate = 0.001, burst = 3")
     async with serving(tokens=tokens) as rig, streaming(rig, settings("car"), metadata=ALICE) as call:
         found = []
@@ -323,7 +321,7 @@ async def test_each_frame_counts_towards_the_rate_and_the_stream_survives_its_en
         assert found == ["", "", "RATE_LIMITED"]
 
 
-async def test_more_objects_than_a_token_may_ask_for_at_once_end_the_stream(tmp_path: Path) -> None:
+async def test_more_objects_than_a_token_may_ask_for_at_once_end_the_stream(tmp_path: Path):
     tokens = write_tokens(tmp_path / "tokens", ", concurrency = 2")
     async with (
         serving(tokens=tokens) as rig,
@@ -335,7 +333,7 @@ async def test_more_objects_than_a_token_may_ask_for_at_once_end_the_stream(tmp_
     )
 
 
-async def test_a_client_that_leaves_midway_leaves_nothing_behind(tmp_path: Path) -> None:
+async def test_a_client_that_leaves_midway_leaves_nothing_behind(tmp_path: Path):
     tokens = write_tokens(tmp_path / "tokens", ", concurrency = 1")
     async with serving(FakeEngine(holds), tokens=tokens) as rig:
         call = rig.vision.DetectFrames(metadata=ALICE)
@@ -353,7 +351,7 @@ async def test_a_client_that_leaves_midway_leaves_nothing_behind(tmp_path: Path)
 
 async def test_a_reader_that_stops_ends_its_stream_and_frames_are_dropped_meanwhile(
     caplog: pytest.LogCaptureFixture,
-) -> None:
+):
     caplog.set_level(logging.INFO, "kestrel_grpc.calls")
     many = tuple(Box(0.125, 0.25, 0.5, 0.75) for _ in range(900))
     async with (
@@ -376,14 +374,14 @@ async def test_a_reader_that_stops_ends_its_stream_and_frames_are_dropped_meanwh
     assert lines[-1]["outcome"] == "STREAM_IDLE"
 
 
-async def test_a_stream_without_frames_ends_after_a_time() -> None:
+async def test_a_stream_without_frames_ends_after_a_time():
     async with serving(stream_idle_timeout=0.05) as rig, streaming(rig, settings("car"), frame()) as call:
         error = await refused(call)
     assert (error.code(), reason_of(error)) == (grpc.StatusCode.ABORTED, "STREAM_IDLE")
     assert error.details() == "no message of the stream was sent for 0.05 s"
 
 
-async def test_a_stream_ends_at_its_greatest_age_after_the_answer_of_its_frame() -> None:
+async def test_a_stream_ends_at_its_greatest_age_after_the_answer_of_its_frame():
     async with (
         serving(FakeEngine(holds), max_frame_stream_age=0.05) as rig,
         streaming(rig, settings("car"), frame(b"0")) as call,
@@ -396,7 +394,7 @@ async def test_a_stream_ends_at_its_greatest_age_after_the_answer_of_its_frame()
     assert "RetryInfo" in details_of(error)
 
 
-async def test_a_draining_server_answers_the_frame_that_it_has_and_ends_the_stream() -> None:
+async def test_a_draining_server_answers_the_frame_that_it_has_and_ends_the_stream():
     async with serving(FakeEngine(holds), drain_timeout=3600.0) as rig:
         async with streaming(rig, settings("car"), frame(b"0"), frame(b"1")) as call:
             await rig.engine.num_submitted.acquire()
@@ -410,7 +408,7 @@ async def test_a_draining_server_answers_the_frame_that_it_has_and_ends_the_stre
     assert images_of(rig.engine) == [b"0"]
 
 
-async def test_an_engine_that_takes_no_requests_for_a_while_ends_no_stream() -> None:
+async def test_an_engine_that_takes_no_requests_for_a_while_ends_no_stream():
     async with (
         serving(FakeEngine(lambda request: [EngineUnavailable("restarts")])) as rig,
         streaming(rig, settings("car"), frame()) as call,
@@ -420,7 +418,7 @@ async def test_an_engine_that_takes_no_requests_for_a_while_ends_no_stream() -> 
         assert await call.read() is EOF
 
 
-async def test_a_token_that_is_revoked_ends_its_streams(tmp_path: Path) -> None:
+async def test_a_token_that_is_revoked_ends_its_streams(tmp_path: Path):
     path = tmp_path / "tokens"
     async with (
         serving(FakeEngine(holds), tokens=write_tokens(path)) as rig,
@@ -432,14 +430,14 @@ async def test_a_token_that_is_revoked_ends_its_streams(tmp_path: Path) -> None:
         await rig.engine.is_idle.wait()
 
 
-async def test_a_stream_needs_the_scope_of_requests(tmp_path: Path) -> None:
+async def test_a_stream_needs_the_scope_of_requests(tmp_path: Path):
     tokens = write_tokens(tmp_path / "tokens", scope=Scope.IMAGES)
     async with serving(tokens=tokens) as rig:
         assert reason_of(await refused(rig.vision.DetectFrames(metadata=ALICE))) == "SCOPE_REQUIRED"
         assert reason_of(await refused(rig.vision.PointFrames())) == "TOKEN_INVALID"
 
 
-async def test_operators_cancel_a_frame_with_its_stream() -> None:
+async def test_operators_cancel_a_frame_with_its_stream():
     async with (
         serving(FakeEngine(holds)) as rig,
         streaming(rig, settings("car"), frame(), metadata=(("x-request-id", "mine"),)) as call,
@@ -451,7 +449,7 @@ async def test_operators_cancel_a_frame_with_its_stream() -> None:
         await rig.engine.is_idle.wait()
 
 
-async def test_frames_are_logged_and_counted_one_by_one(caplog: pytest.LogCaptureFixture) -> None:
+async def test_frames_are_logged_and_counted_one_by_one(caplog: pytest.LogCaptureFixture):
     outcomes = iter([answers, lambda request: [ImageError("is broken")]])
     with caplog.at_level(logging.INFO):
         async with serving(FakeEngine(lambda request: next(outcomes)(request))) as rig:
@@ -475,7 +473,7 @@ async def test_frames_are_logged_and_counted_one_by_one(caplog: pytest.LogCaptur
     assert end.getMessage() == "request_id=mine stream of frames ended: 1 answered, 1 failed, 0 dropped"
 
 
-async def test_the_number_of_streams_is_bounded_and_they_can_be_switched_off() -> None:
+async def test_the_number_of_streams_is_bounded_and_they_can_be_switched_off():
     async with serving(max_frame_streams=1) as rig, streaming(rig, settings("car"), frame()) as call:
         await call.read()
         assert reason_of(await refused(rig.vision.DetectFrames())) == "TOO_MANY_CALLS"
@@ -486,7 +484,7 @@ async def test_the_number_of_streams_is_bounded_and_they_can_be_switched_off() -
         assert error.code() is grpc.StatusCode.UNIMPLEMENTED
 
 
-async def test_frames_that_wait_share_a_bounded_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_frames_that_wait_share_a_bounded_memory(monkeypatch: pytest.MonkeyPatch):
     async with serving(FakeEngine(holds)) as rig, streaming(rig, settings("car"), frame(b"0")) as call:
         await rig.engine.num_submitted.acquire()
         streams = vars(rig.server)["_frontend"]._frames

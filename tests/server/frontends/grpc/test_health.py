@@ -1,7 +1,5 @@
 """Probes and balancers, over the wire."""
 
-from __future__ import annotations
-
 import asyncio
 import struct
 import threading
@@ -25,7 +23,7 @@ SERVING, NOT_SERVING = HealthCheckResponse.SERVING, HealthCheckResponse.NOT_SERV
 
 
 @pytest.mark.parametrize("name", NAMES)
-async def test_check_follows_the_engine(name: str) -> None:
+async def test_check_follows_the_engine(name: str):
     async with serving() as rig:
         assert (await rig.health.Check(HealthCheckRequest(service=name))).status == SERVING
         watch = rig.health.Watch(HealthCheckRequest(service=name))
@@ -35,7 +33,7 @@ async def test_check_follows_the_engine(name: str) -> None:
         assert (await rig.health.Check(HealthCheckRequest(service=name))).status == NOT_SERVING
 
 
-async def test_change_may_come_from_any_thread() -> None:
+async def test_change_may_come_from_any_thread():
     async with serving() as rig:
         watch = rig.health.Watch(HealthCheckRequest())
         await watch.read()
@@ -45,7 +43,7 @@ async def test_change_may_come_from_any_thread() -> None:
         thread.join()
 
 
-async def test_all_watchers_hear_a_change() -> None:
+async def test_all_watchers_hear_a_change():
     async with serving() as rig:
         watches = [rig.health.Watch(HealthCheckRequest()) for _ in range(10)]
         assert [(await watch.read()).status for watch in watches] == [SERVING] * 10
@@ -53,20 +51,20 @@ async def test_all_watchers_hear_a_change() -> None:
         assert [(await watch.read()).status for watch in watches] == [NOT_SERVING] * 10
 
 
-async def test_check_of_an_unknown_service_is_not_found() -> None:
+async def test_check_of_an_unknown_service_is_not_found():
     async with serving() as rig:
         call = rig.health.Check(HealthCheckRequest(service="kestrel.v1.FlightService"))
         assert await call.code() is grpc.StatusCode.NOT_FOUND
 
 
-async def test_watch_of_an_unknown_service_says_so_and_stays_open() -> None:
+async def test_watch_of_an_unknown_service_says_so_and_stays_open():
     async with serving() as rig:
         watch = rig.health.Watch(HealthCheckRequest(service="kestrel.v1.FlightService"))
         assert (await watch.read()).status == HealthCheckResponse.SERVICE_UNKNOWN
         assert not watch.done()
 
 
-async def test_stop_ends_open_watches_with_a_last_word() -> None:
+async def test_stop_ends_open_watches_with_a_last_word():
     async with serving() as rig:
         watch = rig.health.Watch(HealthCheckRequest())
         await watch.read()
@@ -76,7 +74,7 @@ async def test_stop_ends_open_watches_with_a_last_word() -> None:
         assert await watch.code() is grpc.StatusCode.OK
 
 
-async def test_watch_has_its_last_word_even_where_the_word_before_is_still_being_sent() -> None:
+async def test_watch_has_its_last_word_even_where_the_word_before_is_still_being_sent():
     readiness = Readiness(FakeEngine())
     health, call = Health(readiness, []), CallContext((), None, "grpc.health.v1.Health/Watch")
     watch = health.Watch(HealthCheckRequest(), call)
@@ -85,14 +83,14 @@ async def test_watch_has_its_last_word_even_where_the_word_before_is_still_being
     assert [answer.status async for answer in watch] == [NOT_SERVING]
 
 
-async def test_engine_that_is_dead_from_the_start_is_not_serving() -> None:
+async def test_engine_that_is_dead_from_the_start_is_not_serving():
     engine = FakeEngine()
     engine.die()
     async with serving(engine) as rig:
         assert (await rig.health.Check(HealthCheckRequest())).status == NOT_SERVING
 
 
-async def test_an_engine_that_recovers_does_not_call_back_a_server_that_has_withdrawn() -> None:
+async def test_an_engine_that_recovers_does_not_call_back_a_server_that_has_withdrawn():
     engine = FakeEngine()
     engine.become(EngineStatus.RECOVERING)
     async with serving(engine) as rig:
@@ -104,7 +102,7 @@ async def test_an_engine_that_recovers_does_not_call_back_a_server_that_has_with
         assert (await rig.health.Check(HealthCheckRequest())).status == NOT_SERVING
 
 
-async def test_health_answers_while_the_queue_is_full() -> None:
+async def test_health_answers_while_the_queue_is_full():
     async with serving(FakeEngine(max_queued_requests=0)) as rig:
         assert (await rig.health.Check(HealthCheckRequest())).status == SERVING
 
@@ -113,9 +111,7 @@ MALFORMED = b"\xff\xff\xff"
 
 
 @pytest.mark.parametrize("method", ["Check", "Watch"])
-async def test_bytes_that_are_no_message_are_the_callers_fault(
-    method: str, caplog: pytest.LogCaptureFixture
-) -> None:
+async def test_bytes_that_are_no_message_are_the_callers_fault(method: str, caplog: pytest.LogCaptureFixture):
     async with serving() as rig:
         kind = rig.channel.unary_unary if method == "Check" else rig.channel.unary_stream
         call: Any = kind(f"/grpc.health.v1.Health/{method}")(MALFORMED)
@@ -125,7 +121,7 @@ async def test_bytes_that_are_no_message_are_the_callers_fault(
     assert caplog.records == []
 
 
-async def test_health_is_told_although_others_stall_in_the_middle_of_their_question() -> None:
+async def test_health_is_told_although_others_stall_in_the_middle_of_their_question():
     async with serving() as rig, Http2Client.connected(rig.address) as client:
         for _ in range(50):
             stream = await client.begin("/grpc.health.v1.Health/Check")
@@ -134,7 +130,7 @@ async def test_health_is_told_although_others_stall_in_the_middle_of_their_quest
             assert (await rig.health.Check(HealthCheckRequest())).status == SERVING
 
 
-async def test_a_question_of_health_that_does_not_come_ends_its_call() -> None:
+async def test_a_question_of_health_that_does_not_come_ends_its_call():
     async with serving(receive_timeout=0.05) as rig, Http2Client.connected(rig.address) as client:
         _, trailers = await client.read(await client.begin("/grpc.health.v1.Health/Check"))
     assert int(trailers["grpc-status"]) == grpc.StatusCode.DEADLINE_EXCEEDED.value[0]

@@ -1,7 +1,5 @@
 """`ImageService` over the wire: what is stored can be named, and what fails leaves nothing behind."""
 
-from __future__ import annotations
-
 import asyncio
 import hashlib
 import struct
@@ -77,7 +75,7 @@ async def ask(rig: Serving, image_id: str, **options: Any) -> Any:
 
 
 @pytest.mark.parametrize("chunk_bytes", [MIB, 1000])
-async def test_an_upload_can_be_named_in_requests(chunk_bytes: int) -> None:
+async def test_an_upload_can_be_named_in_requests(chunk_bytes: int):
     async with serving() as rig:
         image = await upload(rig, parts(chunk_bytes=chunk_bytes))
         assert (image.image_id, image.size_bytes, image.pinned) == (id_of(DATA), len(DATA), False)
@@ -86,7 +84,7 @@ async def test_an_upload_can_be_named_in_requests(chunk_bytes: int) -> None:
         assert [request.images for request in rig.engine.requests] == [(DATA,)]
 
 
-async def test_an_image_in_one_message_can_be_named_in_every_request() -> None:
+async def test_an_image_in_one_message_can_be_named_in_every_request():
     source = {"image_id": id_of(DATA)}
     async with serving() as rig:
         response = await rig.images.PutImage(wire.PutImageRequest(data=DATA, sha256=digest(DATA)))
@@ -102,7 +100,7 @@ async def test_an_image_in_one_message_can_be_named_in_every_request() -> None:
         assert [request.images for request in rig.engine.requests] == [(DATA,)] * 8
 
 
-async def test_the_metadata_tells_what_is_stored_and_the_file_only_on_request() -> None:
+async def test_the_metadata_tells_what_is_stored_and_the_file_only_on_request():
     async with serving() as rig:
         put = await rig.images.PutImage(wire.PutImageRequest(data=DATA, ttl=Duration(seconds=120), pin=True))
         got = await rig.images.GetImage(wire.GetImageRequest(image_id=id_of(DATA)))
@@ -115,7 +113,7 @@ async def test_the_metadata_tells_what_is_stored_and_the_file_only_on_request() 
 
 
 @pytest.mark.parametrize("limit", [0, 1])
-async def test_files_are_sent_a_few_at_a_time(monkeypatch: pytest.MonkeyPatch, limit: int) -> None:
+async def test_files_are_sent_a_few_at_a_time(monkeypatch: pytest.MonkeyPatch, limit: int):
     monkeypatch.setattr("kestrel_grpc.frontends.grpc.image_service._MAX_SENT_AT_ONCE", limit)
     request = wire.GetImageRequest(image_id=id_of(DATA), include_data=True)
     async with serving() as rig:
@@ -129,7 +127,7 @@ async def test_files_are_sent_a_few_at_a_time(monkeypatch: pytest.MonkeyPatch, l
             await no_open_calls(rig)
 
 
-async def test_a_deleted_image_is_gone() -> None:
+async def test_a_deleted_image_is_gone():
     async with serving() as rig:
         await upload(rig, parts())
         await rig.images.DeleteImage(wire.DeleteImageRequest(image_id=id_of(DATA)))
@@ -143,14 +141,14 @@ async def test_a_deleted_image_is_gone() -> None:
             assert await refusal(call) == (Code.NOT_FOUND, "IMAGE_NOT_FOUND")
 
 
-async def test_what_was_computed_from_an_image_can_be_deleted_though_it_is_not_stored() -> None:
+async def test_what_was_computed_from_an_image_can_be_deleted_though_it_is_not_stored():
     async with serving() as rig:
         call = rig.images.DeleteImage(wire.DeleteImageRequest(image_id=id_of(DATA)))
         assert await refusal(call) == (Code.NOT_FOUND, "IMAGE_NOT_FOUND")
         assert rig.engine.cleared == [("", hashlib.sha256(DATA).digest())]
 
 
-async def test_a_miss_names_the_image() -> None:
+async def test_a_miss_names_the_image():
     async with serving() as rig:
         with pytest.raises(grpc.aio.AioRpcError) as caught:
             await ask(rig, id_of(b"another"))
@@ -158,7 +156,7 @@ async def test_a_miss_names_the_image() -> None:
     assert (resource.resource_type, resource.resource_name) == ("image", id_of(b"another"))
 
 
-async def test_an_upload_of_a_stored_image_is_answered_from_its_header() -> None:
+async def test_an_upload_of_a_stored_image_is_answered_from_its_header():
     async with serving() as rig:
         await upload(rig, parts())
         call = rig.images.UploadImage()
@@ -192,13 +190,13 @@ BROKEN = b"broken file"
         (lambda: iter([]), "INVALID_REQUEST"),
     ],
 )
-async def test_a_wrong_upload_is_refused_as_documented_and_leaves_nothing(messages: Any, reason: str) -> None:
+async def test_a_wrong_upload_is_refused_as_documented_and_leaves_nothing(messages: Any, reason: str):
     async with serving() as rig:
         assert await refusal(upload(rig, messages())) == (Code.INVALID_ARGUMENT, reason)
         assert stored(rig) == (0, 0)
 
 
-async def test_every_violation_of_a_header_is_told() -> None:
+async def test_every_violation_of_a_header_is_told():
     async with serving() as rig:
         with pytest.raises(grpc.RpcError) as caught:
             await upload(rig, parts(sha256="", size_bytes=-1, ttl=Duration()))
@@ -219,7 +217,7 @@ async def test_every_violation_of_a_header_is_told() -> None:
         ({"data": DATA, "ttl": Duration()}, "INVALID_REQUEST"),
     ],
 )
-async def test_a_wrong_image_in_one_message_is_refused_as_documented(fields: Any, reason: str) -> None:
+async def test_a_wrong_image_in_one_message_is_refused_as_documented(fields: Any, reason: str):
     async with serving() as rig:
         call = rig.images.PutImage(wire.PutImageRequest(**fields))
         assert await refusal(call) == (Code.INVALID_ARGUMENT, reason)
@@ -227,7 +225,7 @@ async def test_a_wrong_image_in_one_message_is_refused_as_documented(fields: Any
 
 
 @pytest.mark.parametrize("image_id", ["", "sha256:", "sha256:abc", digest(DATA), f"SHA256:{digest(DATA)}"])
-async def test_what_names_no_image_is_the_callers_fault(image_id: str) -> None:
+async def test_what_names_no_image_is_the_callers_fault(image_id: str):
     async with serving() as rig:
         for call in (
             ask(rig, image_id),
@@ -237,7 +235,7 @@ async def test_what_names_no_image_is_the_callers_fault(image_id: str) -> None:
             assert await refusal(call) == (Code.INVALID_ARGUMENT, "INVALID_REQUEST")
 
 
-async def test_a_malformed_image_id_is_told_with_every_other_violation() -> None:
+async def test_a_malformed_image_id_is_told_with_every_other_violation():
     async with serving() as rig:
         request = vision_wire.CompleteQueryRequest(image={"image_id": "cat"}, sampling={"top_p": 7})
         with pytest.raises(grpc.aio.AioRpcError) as caught:
@@ -247,7 +245,7 @@ async def test_a_malformed_image_id_is_told_with_every_other_violation() -> None
     assert fields == {"image.image_id", "question", "sampling.top_p"}
 
 
-async def test_an_upload_beyond_the_quota_is_refused_from_its_header() -> None:
+async def test_an_upload_beyond_the_quota_is_refused_from_its_header():
     async with serving(image_quota_bytes=MIB) as rig:
         call = rig.images.UploadImage()
         await call.write(next(parts()))
@@ -257,7 +255,7 @@ async def test_an_upload_beyond_the_quota_is_refused_from_its_header() -> None:
         assert stored(rig) == (0, 0)
 
 
-async def test_pinned_images_of_others_leave_no_room_and_the_caller_is_told_when_to_come_again() -> None:
+async def test_pinned_images_of_others_leave_no_room_and_the_caller_is_told_when_to_come_again():
     async with serving(max_stored_image_bytes=4 * MIB, image_quota_bytes=9 * MIB) as rig:
         await rig.images.PutImage(wire.PutImageRequest(data=DATA, pin=True))
         with pytest.raises(grpc.aio.AioRpcError) as caught:
@@ -266,7 +264,7 @@ async def test_pinned_images_of_others_leave_no_room_and_the_caller_is_told_when
         assert "RetryInfo" in details_of(caught.value)
 
 
-async def test_an_upload_that_is_cancelled_leaves_nothing() -> None:
+async def test_an_upload_that_is_cancelled_leaves_nothing():
     async with serving() as rig:
         call = rig.images.UploadImage()
         for part in list(parts())[:2]:
@@ -276,7 +274,7 @@ async def test_an_upload_that_is_cancelled_leaves_nothing() -> None:
         assert stored(rig) == (0, 0)
 
 
-async def test_an_upload_whose_client_vanishes_leaves_nothing() -> None:
+async def test_an_upload_whose_client_vanishes_leaves_nothing():
     async with serving() as rig:
         async with Http2Client.connected(rig.address) as client:
             stream = await client.begin(UPLOAD)
@@ -286,7 +284,7 @@ async def test_an_upload_whose_client_vanishes_leaves_nothing() -> None:
         assert stored(rig) == (0, 0)
 
 
-async def test_an_upload_that_does_not_end_is_ended() -> None:
+async def test_an_upload_that_does_not_end_is_ended():
     async with serving(receive_timeout=1.0) as rig:
         call = rig.images.UploadImage()
         for part in list(parts())[:2]:
@@ -295,7 +293,7 @@ async def test_an_upload_that_does_not_end_is_ended() -> None:
         assert stored(rig) == (0, 0)
 
 
-async def test_an_upload_that_comes_byte_by_byte_is_ended_all_the_same() -> None:
+async def test_an_upload_that_comes_byte_by_byte_is_ended_all_the_same():
     def trickle() -> Iterator[Any]:
         yield next(parts())
         for byte in DATA:
@@ -307,7 +305,7 @@ async def test_an_upload_that_comes_byte_by_byte_is_ended_all_the_same() -> None
         assert stored(rig) == (0, 0)
 
 
-async def test_uploads_that_stall_delay_no_other_call() -> None:
+async def test_uploads_that_stall_delay_no_other_call():
     async with serving() as rig, Http2Client.connected(rig.address) as client:
         for _ in range(50):
             stream = await client.begin(UPLOAD)
@@ -319,7 +317,7 @@ async def test_uploads_that_stall_delay_no_other_call() -> None:
             assert (await rig.images.PutImage(wire.PutImageRequest(data=DATA))).image.image_id == id_of(DATA)
 
 
-async def test_uploads_that_stall_while_others_wait_are_refused_as_documented() -> None:
+async def test_uploads_that_stall_while_others_wait_are_refused_as_documented():
     async with serving(receive_timeout=1.0) as rig, Http2Client.connected(rig.address) as client:
         streams = [await client.begin(UPLOAD) for _ in range(12)]
         for stream in streams:
@@ -337,7 +335,7 @@ async def test_uploads_that_stall_while_others_wait_are_refused_as_documented() 
         assert stored(rig) == (0, 0)
 
 
-async def test_many_uploads_at_a_time_are_all_stored() -> None:
+async def test_many_uploads_at_a_time_are_all_stored():
     images = [DATA[index:] for index in range(32)]
     async with serving() as rig:
         found = await asyncio.gather(*(upload(rig, parts(data)) for data in images))
@@ -356,7 +354,7 @@ async def no_open_calls(rig: Serving) -> None:
         await rig.server._groups.ended()
 
 
-async def test_an_image_that_is_deleted_or_expires_while_its_request_waits_is_answered_about() -> None:
+async def test_an_image_that_is_deleted_or_expires_while_its_request_waits_is_answered_about():
     def waits(request: Any) -> Sequence[object]:
         return [HOLD, *answers(request)]
 
@@ -370,7 +368,7 @@ async def test_an_image_that_is_deleted_or_expires_while_its_request_waits_is_an
         assert [request.images for request in rig.engine.requests] == [(DATA,)]
 
 
-async def test_an_image_expires() -> None:
+async def test_an_image_expires():
     async with serving() as rig:
         await rig.images.PutImage(wire.PutImageRequest(data=DATA, ttl=Duration(nanos=1)))
         assert await refusal(ask(rig, id_of(DATA))) == (Code.NOT_FOUND, "IMAGE_NOT_FOUND")
@@ -381,7 +379,7 @@ async def test_an_image_expires() -> None:
         assert stored(rig) == (0, 0)
 
 
-async def test_a_server_that_stores_no_images_says_so() -> None:
+async def test_a_server_that_stores_no_images_says_so():
     async with serving(max_stored_image_bytes=0) as rig:
         with pytest.raises(grpc.aio.AioRpcError) as caught:
             await rig.images.PutImage(wire.PutImageRequest(data=DATA))
@@ -391,14 +389,14 @@ async def test_a_server_that_stores_no_images_says_so() -> None:
         assert "images" not in info.capabilities
 
 
-async def test_a_server_that_stores_images_says_so() -> None:
+async def test_a_server_that_stores_images_says_so():
     async with serving() as rig:
         info = await rig.engine_service.GetServerInfo(engine_service_pb2.GetServerInfoRequest())
     assert "images" in info.capabilities
 
 
 @pytest.mark.one_process("the test tells the engine, not the server's side of it")
-async def test_a_server_that_drains_stores_nothing_more() -> None:
+async def test_a_server_that_drains_stores_nothing_more():
     async with serving() as rig:
         await rig.engine.drain()
         for call in (
@@ -433,7 +431,7 @@ def write_tokens(path: Path, *names: str) -> None:
     path.write_text("\n".join(lines))
 
 
-async def test_the_image_of_another_token_does_not_exist(tokens: Path) -> None:
+async def test_the_image_of_another_token_does_not_exist(tokens: Path):
     async with serving(tokens=str(tokens)) as rig:
         await rig.images.PutImage(wire.PutImageRequest(data=DATA), metadata=bearing("alice"))
         assert (await ask(rig, id_of(DATA), metadata=bearing("alice"))).result.answer
@@ -447,13 +445,13 @@ async def test_the_image_of_another_token_does_not_exist(tokens: Path) -> None:
         assert await refusal(upload(rig, [next(parts())], "bob")) == (Code.INVALID_ARGUMENT, "IMAGE_SIZE_MISMATCH")
 
 
-async def test_tokens_of_one_namespace_share_images(tokens: Path) -> None:
+async def test_tokens_of_one_namespace_share_images(tokens: Path):
     async with serving(tokens=str(tokens)) as rig:
         await rig.images.PutImage(wire.PutImageRequest(data=DATA), metadata=bearing("carol"))
         assert (await ask(rig, id_of(DATA), metadata=bearing("reader"))).result.answer
 
 
-async def test_storing_takes_its_own_scope(tokens: Path) -> None:
+async def test_storing_takes_its_own_scope(tokens: Path):
     async with serving(tokens=str(tokens)) as rig:
         call = rig.images.PutImage(wire.PutImageRequest(data=DATA), metadata=bearing("reader"))
         assert await refusal(call) == (Code.PERMISSION_DENIED, "SCOPE_REQUIRED")
@@ -463,7 +461,7 @@ async def test_storing_takes_its_own_scope(tokens: Path) -> None:
 @pytest.mark.parametrize(("bearer", "code"), [("kestrel_eve", 16), ("kestrel_reader", 7)])
 async def test_who_may_not_store_is_refused_before_anything_is_received(
     tokens: Path, method: str, bearer: str, code: int
-) -> None:
+):
     async with serving(tokens=str(tokens)) as rig, Http2Client.connected(rig.address) as client:
         stream = await client.begin(method, authorization=f"Bearer {bearer}")
         await client.send(stream, struct.pack(">BI", 0, 40 * MIB))
@@ -471,7 +469,7 @@ async def test_who_may_not_store_is_refused_before_anything_is_received(
     assert int(trailers["grpc-status"]) == code
 
 
-async def test_images_of_a_token_that_is_taken_back_are_dropped(tokens: Path) -> None:
+async def test_images_of_a_token_that_is_taken_back_are_dropped(tokens: Path):
     async with serving(tokens=str(tokens)) as rig:
         for name in ("alice", "bob", "carol"):
             await rig.images.PutImage(wire.PutImageRequest(data=DATA), metadata=bearing(name))
@@ -484,7 +482,7 @@ async def test_images_of_a_token_that_is_taken_back_are_dropped(tokens: Path) ->
         assert (await ask(rig, id_of(DATA), metadata=bearing("reader"))).result.answer
 
 
-async def test_one_token_gets_half_of_the_memory(tokens: Path) -> None:
+async def test_one_token_gets_half_of_the_memory(tokens: Path):
     async with serving(tokens=str(tokens), max_stored_image_bytes=4 * MIB) as rig:
         call = rig.images.PutImage(wire.PutImageRequest(data=DATA), metadata=bearing("alice"))
         assert await refusal(call) == (Code.RESOURCE_EXHAUSTED, "IMAGE_QUOTA_EXCEEDED")

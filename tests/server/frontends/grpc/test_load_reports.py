@@ -3,8 +3,6 @@
 They are read from the wire: gRPC's own library keeps this metadata for its balancers, and shows it to no program.
 """
 
-from __future__ import annotations
-
 import base64
 from pathlib import Path
 
@@ -48,7 +46,7 @@ async def report_of(rig: Serving, method: str, message: Message) -> OrcaLoadRepo
 
 
 @pytest.mark.parametrize("call", [UNARY, STREAM, TRITON], ids=("unary", "stream", "triton"))
-async def test_an_answer_tells_the_load_that_get_load_tells(call: tuple[str, Message]) -> None:
+async def test_an_answer_tells_the_load_that_get_load_tells(call: tuple[str, Message]):
     async with serving(load_reports=True) as rig:
         report = await report_of(rig, *call)
         told = (await rig.engine_service.GetLoad(engine_service_pb2.GetLoadRequest())).load
@@ -59,7 +57,7 @@ async def test_an_answer_tells_the_load_that_get_load_tells(call: tuple[str, Mes
     assert report.cpu_utilization >= 0
 
 
-async def test_an_answer_counts_its_own_request_beside_those_of_the_engine() -> None:
+async def test_an_answer_counts_its_own_request_beside_those_of_the_engine():
     async with serving(load_reports=True) as rig:
         report = await report_of(rig, *UNARY)
     kinds = ("running", "waiting", "preprocessing")
@@ -83,7 +81,7 @@ class Clock:
 
 async def test_processor_time_is_told_as_a_share_of_the_containers_quota(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+):
     host = Host(tmp_path)
     host.mount("cgroup2")
     host.belongs_to("0::/container")
@@ -100,12 +98,12 @@ async def test_processor_time_is_told_as_a_share_of_the_containers_quota(
 
 
 @pytest.mark.parametrize("call", [UNARY, STREAM], ids=("unary", "stream"))
-async def test_without_the_option_no_answer_tells_the_load(call: tuple[str, Message]) -> None:
+async def test_without_the_option_no_answer_tells_the_load(call: tuple[str, Message]):
     async with serving() as rig:
         assert await ended(rig.address, *call) == ("0", None)
 
 
-async def test_neither_a_failure_nor_another_service_tells_the_load() -> None:
+async def test_neither_a_failure_nor_another_service_tells_the_load():
     async with serving(load_reports=True) as rig:
         status, report = await ended(rig.address, COMPLETE_QUERY, wire.CompleteQueryRequest())
         assert (status, report) == ("3", None)  # INVALID_ARGUMENT
@@ -113,7 +111,7 @@ async def test_neither_a_failure_nor_another_service_tells_the_load() -> None:
         assert await ended(rig.address, *models) == ("0", None)
 
 
-async def test_the_fields_have_the_numbers_of_the_published_definition() -> None:
+async def test_the_fields_have_the_numbers_of_the_published_definition():
     numbers = {field.name: field.number for field in OrcaLoadReport.DESCRIPTOR.fields}
     # cncf/xds, xds/data/orca/v3/orca_load_report.proto
     published = {"cpu_utilization": 1, "rps_fractional": 6, "named_metrics": 8, "application_utilization": 9}

@@ -1,7 +1,5 @@
 """What every call goes through: ids, deadlines, hang-ups, and unexpected exceptions."""
 
-from __future__ import annotations
-
 import asyncio
 import logging
 import re
@@ -43,7 +41,7 @@ async def read(stream: Any, count: int) -> list[Any]:
     return [await stream.read() for _ in range(count)]
 
 
-async def test_request_id_of_the_caller_comes_back_everywhere() -> None:
+async def test_request_id_of_the_caller_comes_back_everywhere():
     metadata = (("x-request-id", "my.id_1-A"),)
     async with serving() as rig:
         stream = rig.vision.Query(QUERY, metadata=metadata)
@@ -57,21 +55,21 @@ async def test_request_id_of_the_caller_comes_back_everywhere() -> None:
 
 
 @pytest.mark.parametrize("unfit", [None, "", "with space", "a" * 129, "line%0Abreak"])
-async def test_request_without_a_fit_id_is_given_one(unfit: str | None) -> None:
+async def test_request_without_a_fit_id_is_given_one(unfit: str | None):
     async with serving() as rig:
         metadata = () if unfit is None else (("x-request-id", unfit),)
         call = rig.vision.CompleteQuery(COMPLETE_QUERY, metadata=metadata)
         assert re.fullmatch("[0-9a-f]{32}", (await call).result.info.request_id)
 
 
-async def test_refusal_sends_no_headers_so_that_clients_may_retry() -> None:
+async def test_refusal_sends_no_headers_so_that_clients_may_retry():
     async with serving(FakeEngine(max_queued_requests=0)) as rig:
         for call in (rig.vision.Query(QUERY), rig.vision.CompleteQuery(COMPLETE_QUERY)):
             assert "x-request-id" not in dict(await call.initial_metadata())
             assert "x-request-id" in dict(await call.trailing_metadata())
 
 
-async def test_deadline_of_the_caller_reaches_the_engine() -> None:
+async def test_deadline_of_the_caller_reaches_the_engine():
     async with serving() as rig:
         await rig.vision.CompleteQuery(COMPLETE_QUERY, timeout=30)
         await rig.vision.CompleteQuery(COMPLETE_QUERY)
@@ -82,7 +80,7 @@ async def test_deadline_of_the_caller_reaches_the_engine() -> None:
 
 
 @pytest.mark.parametrize("method", ["Query", "CompleteQuery"])
-async def test_passed_deadline_ends_the_request_in_the_engine(method: str) -> None:
+async def test_passed_deadline_ends_the_request_in_the_engine(method: str):
     async with serving(FakeEngine(stalls)) as rig:
         request = QUERY if method == "Query" else COMPLETE_QUERY
         call = getattr(rig.vision, method)(request, metadata=server_deadline(50))
@@ -94,7 +92,7 @@ async def test_passed_deadline_ends_the_request_in_the_engine(method: str) -> No
 
 
 @pytest.mark.parametrize("method", ["Query", "CompleteQuery"])
-async def test_cancelled_call_cancels_its_request(method: str) -> None:
+async def test_cancelled_call_cancels_its_request(method: str):
     async with serving(FakeEngine(stalls)) as rig:
         call = getattr(rig.vision, method)(QUERY if method == "Query" else COMPLETE_QUERY)
         await rig.engine.num_submitted.acquire()
@@ -103,7 +101,7 @@ async def test_cancelled_call_cancels_its_request(method: str) -> None:
         assert rig.engine.num_cancelled == 1
 
 
-async def test_stream_cancelled_midway_cancels_its_request() -> None:
+async def test_stream_cancelled_midway_cancels_its_request():
     async with serving(FakeEngine(stalls)) as rig:
         stream = rig.vision.Query(QUERY)
         await read(stream, 2)
@@ -112,7 +110,7 @@ async def test_stream_cancelled_midway_cancels_its_request() -> None:
         assert rig.engine.num_cancelled == 1
 
 
-async def test_an_outline_cancelled_midway_cancels_its_request() -> None:
+async def test_an_outline_cancelled_midway_cancels_its_request():
     box, path = OutlineBox(Box(0.0, 0.0, 1.0, 1.0)), TextDelta("M 0 0", TextChannel.PATH, 0, 3)
     async with serving(FakeEngine(lambda _: [Started(Usage(1, 0)), box, path, HOLD])) as rig:
         stream = rig.vision.StreamSegment(wire.StreamSegmentRequest(object="bird", image=IMAGE))
@@ -123,7 +121,7 @@ async def test_an_outline_cancelled_midway_cancels_its_request() -> None:
         assert rig.engine.num_cancelled == 1
 
 
-async def test_client_that_vanishes_cancels_all_its_requests() -> None:
+async def test_client_that_vanishes_cancels_all_its_requests():
     async with serving(FakeEngine(stalls)) as rig:
         async with open_channel(rig.server) as channel:
             other = Serving(rig.server, rig.engine, channel)
@@ -135,7 +133,7 @@ async def test_client_that_vanishes_cancels_all_its_requests() -> None:
         assert rig.engine.num_cancelled == 8
 
 
-async def test_finished_request_is_not_cancelled() -> None:
+async def test_finished_request_is_not_cancelled():
     async with serving() as rig:
         _ = [message async for message in rig.vision.Query(QUERY)]
         await rig.vision.CompleteQuery(COMPLETE_QUERY)
@@ -144,7 +142,7 @@ async def test_finished_request_is_not_cancelled() -> None:
 
 @pytest.mark.one_process("what an engine raises stays in its process")
 @pytest.mark.parametrize("method", ["Query", "CompleteQuery"])
-async def test_own_cancellation_does_not_hang_the_caller(method: str) -> None:
+async def test_own_cancellation_does_not_hang_the_caller(method: str):
     """Something that the handler waits for is cancelled, not by the caller, who must get an error."""
 
     def cancels(request: object) -> list[object]:
@@ -157,9 +155,7 @@ async def test_own_cancellation_does_not_hang_the_caller(method: str) -> None:
 
 @pytest.mark.one_process("what an engine raises stays in its process")
 @pytest.mark.parametrize("method", ["Query", "CompleteQuery"])
-async def test_bug_is_internal_and_its_text_is_for_the_log_alone(
-    method: str, caplog: pytest.LogCaptureFixture
-) -> None:
+async def test_bug_is_internal_and_its_text_is_for_the_log_alone(method: str, caplog: pytest.LogCaptureFixture):
     def breaks(request: object) -> list[object]:
         raise RuntimeError(SECRET)
 
@@ -174,7 +170,7 @@ async def test_bug_is_internal_and_its_text_is_for_the_log_alone(
     assert info.metadata["requestId"] in caplog.text
 
 
-async def test_bytes_that_are_no_message_are_the_callers_fault() -> None:
+async def test_bytes_that_are_no_message_are_the_callers_fault():
     async with serving() as rig:
         for kind, method in ((rig.channel.unary_unary, "CompleteQuery"), (rig.channel.unary_stream, "Query")):
             call: Any = kind(f"/kestrel.v1.VisionService/{method}")(b"\xff\xff\xff")
@@ -186,7 +182,7 @@ async def test_bytes_that_are_no_message_are_the_callers_fault() -> None:
             )
 
 
-async def test_a_call_without_a_message_is_the_callers_fault() -> None:
+async def test_a_call_without_a_message_is_the_callers_fault():
     async with serving() as rig:
         for method in (http2.COMPLETE_QUERY, http2.QUERY):
             async with Http2Client.connected(rig.address) as client:
@@ -197,7 +193,7 @@ async def test_a_call_without_a_message_is_the_callers_fault() -> None:
             assert trailers["grpc-message"] == "there is no message"
 
 
-async def test_only_the_first_message_of_a_call_is_read() -> None:
+async def test_only_the_first_message_of_a_call_is_read():
     async with serving() as rig, Http2Client.connected(rig.address) as client:
         stream = await client.begin(http2.COMPLETE_QUERY)
         await client.send(stream, framed(COMPLETE_QUERY) + framed(COMPLETE_QUERY), ends=True)
@@ -222,7 +218,7 @@ async def stalling(client: Http2Client, count: int = 1) -> list[int]:
 
 
 @pytest.mark.parametrize("method", [http2.COMPLETE_QUERY, http2.QUERY])
-async def test_a_message_that_does_not_come_ends_its_call(method: str) -> None:
+async def test_a_message_that_does_not_come_ends_its_call(method: str):
     async with serving(receive_timeout=0.05) as rig, Http2Client.connected(rig.address) as client:
         stream = await client.begin(method)
         await client.send(stream, promised(MIB))
@@ -231,7 +227,7 @@ async def test_a_message_that_does_not_come_ends_its_call(method: str) -> None:
     assert trailers["grpc-message"] == "the message of the call was not complete within 0.05 s"
 
 
-async def test_senders_that_stall_delay_no_other_call() -> None:
+async def test_senders_that_stall_delay_no_other_call():
     async with serving() as rig, Http2Client.connected(rig.address) as client:
         await stalling(client, 50)
         async with asyncio.timeout(60):
@@ -241,7 +237,7 @@ async def test_senders_that_stall_delay_no_other_call() -> None:
             await rig.engine_service.GetLoad(engine_service_pb2.GetLoadRequest())
 
 
-async def test_many_images_at_a_time_all_arrive() -> None:
+async def test_many_images_at_a_time_all_arrive():
     image = bytes(MIB)
     async with serving() as rig:
         request = wire.CompleteCaptionRequest(image={"data": image})
@@ -249,7 +245,7 @@ async def test_many_images_at_a_time_all_arrive() -> None:
         assert all([(await call).result.caption for call in calls])
 
 
-async def test_a_message_that_has_no_place_yet_waits_with_its_sender() -> None:
+async def test_a_message_that_has_no_place_yet_waits_with_its_sender():
     async with (
         serving(max_message_bytes=4 * MIB, max_receiving_bytes=4 * MIB) as rig,
         Http2Client.connected(rig.address) as client,
@@ -267,7 +263,7 @@ async def test_a_message_that_has_no_place_yet_waits_with_its_sender() -> None:
 
 async def test_calls_beyond_the_limit_are_refused_and_told_when_to_come_again(
     monkeypatch: pytest.MonkeyPatch,
-) -> None:
+):
     monkeypatch.setattr(call_groups, "_max_calls", lambda info: 1)
     async with serving(FakeEngine(stalls)) as rig:
         stream = rig.vision.Query(QUERY)
@@ -287,7 +283,7 @@ async def test_calls_beyond_the_limit_are_refused_and_told_when_to_come_again(
 
 @pytest.mark.one_process("a front end holds the image until the core has it")
 @pytest.mark.parametrize("method", [http2.QUERY, http2.COMPLETE_QUERY])
-async def test_only_the_engine_holds_an_image(method: str) -> None:
+async def test_only_the_engine_holds_an_image(method: str):
     image = bytes(200_000)
     async with serving(FakeEngine(stalls)) as rig, Http2Client.connected(rig.address) as client:
         await client.greeted()
@@ -306,13 +302,13 @@ async def test_only_the_engine_holds_an_image(method: str) -> None:
     assert held_bytes < len(image) / 2
 
 
-async def test_unknown_method_is_unimplemented() -> None:
+async def test_unknown_method_is_unimplemented():
     async with serving() as rig:
         call: Any = rig.channel.unary_unary("/kestrel.v1.VisionService/Fly")(b"")
         assert await call.code() is grpc.StatusCode.UNIMPLEMENTED
 
 
-async def test_each_call_writes_one_line(caplog: pytest.LogCaptureFixture) -> None:
+async def test_each_call_writes_one_line(caplog: pytest.LogCaptureFixture):
     caplog.set_level(logging.INFO, "kestrel_grpc.calls")
     async with serving(FakeEngine()) as rig:
         await rig.vision.CompleteQuery(COMPLETE_QUERY, metadata=(("x-request-id", "one"),))
@@ -334,7 +330,7 @@ async def test_each_call_writes_one_line(caplog: pytest.LogCaptureFixture) -> No
 @pytest.mark.parametrize("method", ["CompleteQuery", "Query"])
 async def test_a_call_whose_task_runs_after_the_server_has_stopped_writes_one_line_and_no_error(
     method: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
+):
     """Under load the event loop may run the task of a call only then, before that of its cancellation."""
     caplog.set_level(logging.INFO)
     has_begun, has_stopped, has_ended = asyncio.Event(), asyncio.Event(), asyncio.Event()
@@ -366,7 +362,7 @@ async def test_a_call_whose_task_runs_after_the_server_has_stopped_writes_one_li
     assert [record for record in caplog.records if record.levelno > logging.INFO] == []
 
 
-async def test_a_refusal_that_can_no_longer_be_sent_ends_its_call_as_a_cancelled_one_does() -> None:
+async def test_a_refusal_that_can_no_longer_be_sent_ends_its_call_as_a_cancelled_one_does():
     """A call may end, such as by its deadline, between its refusal and the moment at which the status is sent."""
 
     class GoneContext:
@@ -405,14 +401,14 @@ async def test_a_refusal_that_can_no_longer_be_sent_ends_its_call_as_a_cancelled
                 await (handler.stream_unary or handler.stream_stream)(None, GoneContext())
 
 
-async def test_failed_call_logs_its_reason(caplog: pytest.LogCaptureFixture) -> None:
+async def test_failed_call_logs_its_reason(caplog: pytest.LogCaptureFixture):
     caplog.set_level(logging.INFO, "kestrel_grpc.calls")
     async with serving(FakeEngine(max_queued_requests=0)) as rig:
         await rig.vision.CompleteQuery(COMPLETE_QUERY).code()
     assert "QUEUE_FULL" in caplog.text
 
 
-async def test_error_in_the_middle_of_a_stream_follows_what_was_said() -> None:
+async def test_error_in_the_middle_of_a_stream_follows_what_was_said():
     def breaks(request: object) -> list[object]:
         return [Started(Usage(1, 0)), TextDelta("a", TextChannel.ANSWER, 0, 1), EngineUnavailable("gone")]
 
@@ -426,7 +422,7 @@ async def test_error_in_the_middle_of_a_stream_follows_what_was_said() -> None:
 
 
 @pytest.mark.one_process("the load is that of a tenth of a second ago")
-async def test_hanging_up_at_any_moment_leaves_nothing_behind() -> None:
+async def test_hanging_up_at_any_moment_leaves_nothing_behind():
     async with serving(FakeEngine(stalls)) as rig:
         for number in range(60):
             stream = rig.vision.Query(QUERY)
@@ -444,7 +440,7 @@ def says_much(request: object) -> list[object]:
     return [Started(Usage(1, 0)), *much_text(), HOLD]
 
 
-async def test_a_reader_that_takes_nothing_loses_its_request() -> None:
+async def test_a_reader_that_takes_nothing_loses_its_request():
     async with serving(FakeEngine(says_much), stream_idle_timeout=0.1) as rig:
         stream = rig.vision.Query(QUERY)
         await read(stream, 1)

@@ -1,7 +1,5 @@
 """Several objects in one call of Point or Detect: groups in order, errors of single objects, and limits."""
 
-from __future__ import annotations
-
 import asyncio
 from collections.abc import Callable
 from pathlib import Path
@@ -54,7 +52,7 @@ def found(count: int) -> Callable[[Request], list[Event]]:
     return script
 
 
-async def test_each_object_has_its_group_in_the_order_of_the_request() -> None:
+async def test_each_object_has_its_group_in_the_order_of_the_request():
     async with serving(FakeEngine(found(3))) as rig:
         response = await rig.vision.Detect(detect(*NAMES, max_objects=3))
     assert [request.text for request in rig.engine.requests] == list(NAMES)
@@ -68,7 +66,7 @@ async def test_each_object_has_its_group_in_the_order_of_the_request() -> None:
     assert not response.objects
 
 
-async def test_the_whole_has_the_sums_of_all_objects_and_the_size_of_the_picture() -> None:
+async def test_the_whole_has_the_sums_of_all_objects_and_the_size_of_the_picture():
     async with serving(FakeEngine(found(3))) as rig:
         info = (await rig.vision.Detect(detect(*NAMES))).info
     usage = info.usage
@@ -77,7 +75,7 @@ async def test_the_whole_has_the_sums_of_all_objects_and_the_size_of_the_picture
     assert (info.image_width_px, info.image_height_px) == (640, 480)
 
 
-async def test_points_have_groups_too_and_one_object_in_the_list_has_one() -> None:
+async def test_points_have_groups_too_and_one_object_in_the_list_has_one():
     async with serving() as rig:
         response = await rig.vision.Point(point("car"))
         alone = await rig.vision.Point(wire.PointRequest(object="car", image=IMAGE))
@@ -87,7 +85,7 @@ async def test_points_have_groups_too_and_one_object_in_the_list_has_one() -> No
     assert (len(response.points), len(alone.groups)) == (0, 0)
 
 
-async def test_an_error_of_one_object_does_not_end_the_others() -> None:
+async def test_an_error_of_one_object_does_not_end_the_others():
     script = failing(person=ContextLengthExceeded("object", 5000, 4096), cat=QueueTimeout(0.5))
     async with serving(FakeEngine(script)) as rig:
         response = await rig.vision.Detect(detect(*NAMES))
@@ -108,7 +106,7 @@ async def test_an_error_of_one_object_does_not_end_the_others() -> None:
     assert response.groups[1].finish_reason == generation_pb2.FINISH_REASON_UNSPECIFIED
 
 
-async def test_a_call_fails_if_no_object_has_an_answer() -> None:
+async def test_a_call_fails_if_no_object_has_an_answer():
     errors = [ContextLengthExceeded("object", 5000 + index, 4096) for index in range(2)]
     async with serving(FakeEngine(failing(car=errors[0], dog=errors[1]))) as rig:
         with pytest.raises(grpc.aio.AioRpcError) as caught:
@@ -129,7 +127,7 @@ async def test_a_call_fails_if_no_object_has_an_answer() -> None:
         (wire.PointRequest(objects=["car", ""]), ["objects[1]", "image"]),
     ],
 )
-async def test_names_that_make_no_sense_are_refused_with_everything_else(message: Any, fields: list[str]) -> None:
+async def test_names_that_make_no_sense_are_refused_with_everything_else(message: Any, fields: list[str]):
     async with serving() as rig:
         ask = rig.vision.Detect if isinstance(message, wire.DetectRequest) else rig.vision.Point
         with pytest.raises(grpc.aio.AioRpcError) as caught:
@@ -144,7 +142,7 @@ async def events_of(stream: Any) -> list[Any]:
     return [message async for message in stream]
 
 
-async def test_each_find_is_sent_when_it_is_read_and_the_last_message_is_the_whole_answer() -> None:
+async def test_each_find_is_sent_when_it_is_read_and_the_last_message_is_the_whole_answer():
     metadata = (("x-request-id", "same"),)
     async with serving(FakeEngine(answers)) as rig:
         fields: Any = {"image": IMAGE, "max_objects": 3}
@@ -165,7 +163,7 @@ async def test_each_find_is_sent_when_it_is_read_and_the_last_message_is_the_who
 
 
 @pytest.mark.one_process("events come one by one")
-async def test_the_first_box_comes_while_other_objects_are_still_looked_for() -> None:
+async def test_the_first_box_comes_while_other_objects_are_still_looked_for():
     gate = asyncio.Event()
 
     def script(request: Request) -> list[object]:
@@ -184,7 +182,7 @@ async def test_the_first_box_comes_while_other_objects_are_still_looked_for() ->
         assert [group.object for group in (await stream.read()).completed.groups] == ["car", "dog"]
 
 
-async def test_an_error_of_one_object_ends_no_other_in_a_stream() -> None:
+async def test_an_error_of_one_object_ends_no_other_in_a_stream():
     script = failing(person=ContextLengthExceeded("object", 5000, 4096), cat=QueueTimeout(0.5))
     async with serving(FakeEngine(script)) as rig:
         stream = rig.vision.StreamDetect(wire.StreamDetectRequest(objects=NAMES, image=IMAGE))
@@ -194,7 +192,7 @@ async def test_an_error_of_one_object_ends_no_other_in_a_stream() -> None:
     assert list(last.completed.groups) == list(whole.groups)
 
 
-async def test_a_stream_fails_if_no_object_has_an_answer() -> None:
+async def test_a_stream_fails_if_no_object_has_an_answer():
     errors = [QueueTimeout(0.5), ContextLengthExceeded("object", 5000, 4096)]
     async with serving(FakeEngine(failing(car=errors[1], dog=errors[0]))) as rig:
         with pytest.raises(grpc.aio.AioRpcError) as caught:
@@ -204,7 +202,7 @@ async def test_a_stream_fails_if_no_object_has_an_answer() -> None:
     assert [item.field for item in details["BadRequest"].field_violations] == ["objects[0]"]
 
 
-async def test_a_stream_that_is_left_ends_the_requests_of_all_its_objects() -> None:
+async def test_a_stream_that_is_left_ends_the_requests_of_all_its_objects():
     async with serving(FakeEngine(lambda request: [*answers(request)[:-1], HOLD])) as rig:
         stream = rig.vision.StreamPoint(wire.StreamPointRequest(objects=NAMES, image=IMAGE))
         for _ in NAMES:
@@ -215,7 +213,7 @@ async def test_a_stream_that_is_left_ends_the_requests_of_all_its_objects() -> N
     assert rig.engine.num_cancelled == len(NAMES)
 
 
-async def test_a_cancelled_call_ends_the_requests_of_all_its_objects() -> None:
+async def test_a_cancelled_call_ends_the_requests_of_all_its_objects():
     async with serving(FakeEngine(lambda request: [HOLD])) as rig:
         call = rig.vision.Detect(detect(*NAMES))
         for _ in NAMES:
@@ -225,7 +223,7 @@ async def test_a_cancelled_call_ends_the_requests_of_all_its_objects() -> None:
     assert rig.engine.num_cancelled == len(NAMES)
 
 
-async def test_the_queue_takes_all_objects_or_none_and_never_more_than_it_holds() -> None:
+async def test_the_queue_takes_all_objects_or_none_and_never_more_than_it_holds():
     async with serving(FakeEngine(lambda request: [HOLD], max_queued_requests=4)) as rig:
         call = rig.vision.Detect(detect("car", "dog"))
         for _ in range(2):
@@ -257,7 +255,7 @@ def tokens(tmp_path: Path) -> Callable[[str], str]:
 ALICE = (("authorization", "Bearer kestrel_alice"),)
 
 
-async def test_each_object_counts_towards_the_rate(tokens: Callable[[str], str]) -> None:
+async def test_each_object_counts_towards_the_rate(tokens: Callable[[str], str]):
     async with serving(tokens=tokens("rate = 0.001, burst = 8")) as rig:
         await rig.vision.Detect(detect("car", "dog", "cat", "bus"), metadata=ALICE)
         with pytest.raises(grpc.aio.AioRpcError) as caught:
@@ -271,7 +269,7 @@ async def test_each_object_counts_towards_the_rate(tokens: Callable[[str], str])
 
 async def test_each_object_counts_towards_requests_at_a_time_until_the_call_ends(
     tokens: Callable[[str], str],
-) -> None:
+):
     async with serving(FakeEngine(lambda request: [HOLD]), tokens=tokens("concurrency = 6")) as rig:
         call = rig.vision.Detect(detect("car", "dog", "cat", "bus"), metadata=ALICE)
         for _ in range(4):
@@ -293,7 +291,7 @@ async def test_each_object_counts_towards_requests_at_a_time_until_the_call_ends
 )
 async def test_more_objects_than_a_token_may_ever_send_are_refused_at_once(
     limits: str, limit: str, tokens: Callable[[str], str]
-) -> None:
+):
     async with serving(tokens=tokens(limits)) as rig:
         with pytest.raises(grpc.aio.AioRpcError) as caught:
             await rig.vision.Detect(detect(*NAMES), metadata=ALICE)

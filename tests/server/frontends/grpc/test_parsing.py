@@ -1,7 +1,5 @@
 """protobuf → requests: presence, defaults, and every violation at once."""
 
-from __future__ import annotations
-
 import json
 import math
 from dataclasses import fields
@@ -43,13 +41,13 @@ def violations(parse: Any, message: Any) -> list[str]:
 
 
 @pytest.mark.parametrize("kind", [wire.QueryRequest, wire.CompleteQueryRequest])
-def test_query_takes_its_defaults_where_fields_are_absent(kind: Any) -> None:
+def test_query_takes_its_defaults_where_fields_are_absent(kind: Any):
     assert vision.query(kind(question="why?")) == Query("why?")
     assert vision.query(kind(question="why?", image=IMAGE)) == Query("why?", DATA)
 
 
 @pytest.mark.parametrize("kind", [wire.QueryRequest, wire.CompleteQueryRequest])
-def test_query_takes_every_field(kind: Any) -> None:
+def test_query_takes_every_field(kind: Any):
     message = kind(
         question="why?",
         image=IMAGE,
@@ -98,18 +96,18 @@ def test_query_takes_every_field(kind: Any) -> None:
     )
 
 
-def test_each_setting_of_sampling_has_the_same_name_in_the_engine() -> None:
+def test_each_setting_of_sampling_has_the_same_name_in_the_engine():
     message: Any = generation_pb2.SamplingParams.DESCRIPTOR
     assert {field.name for field in message.fields} == {field.name for field in fields(SamplingParams)}
 
 
-def test_zero_that_is_set_is_not_absence() -> None:
+def test_zero_that_is_set_is_not_absence():
     parsed = vision.query(wire.QueryRequest(question="why?", sampling={"temperature": 0.0, "seed": 0}))
     assert parsed.sampling == SamplingParams(temperature=0.0, seed=0)
     assert violations(vision.point, wire.PointRequest(object="bird", image=IMAGE, max_objects=0)) == ["max_objects"]
 
 
-def test_each_value_of_an_enum_has_its_counterpart() -> None:
+def test_each_value_of_an_enum_has_its_counterpart():
     for name, _ in wire.CaptionLength.items():
         word = name.removeprefix("CAPTION_LENGTH_").lower()
         for kind in (wire.CaptionRequest, wire.CompleteCaptionRequest):
@@ -125,7 +123,7 @@ def test_each_value_of_an_enum_has_its_counterpart() -> None:
         assert request.options.cache is CachePolicy["USE" if word == "UNSPECIFIED" else word]
 
 
-def test_values_of_the_future_are_violations() -> None:
+def test_values_of_the_future_are_violations():
     caption = wire.CaptionRequest.FromString(wire.CaptionRequest(image=IMAGE).SerializeToString() + b"\x10\x63")
     assert caption.length == 99
     assert violations(vision.caption, caption) == ["length"]
@@ -147,7 +145,7 @@ RAW = {"pixels": bytes(12), "width_px": 2, "height_px": 2, "format": media_pb2.P
         (media_pb2.PIXEL_FORMAT_GRAY8, PixelFormat.GRAY8, 4),
     ],
 )
-def test_pixels_are_packed_unless_they_say_otherwise(number: Any, pixel_format: Any, num_bytes: int) -> None:
+def test_pixels_are_packed_unless_they_say_otherwise(number: Any, pixel_format: Any, num_bytes: int):
     raw: Any = RAW | {"format": number, "pixels": bytes(num_bytes)}
     request = vision.caption(wire.CaptionRequest(image={"raw": raw}))
     assert request.image == RawImage.packed(bytes(num_bytes), 2, 2, pixel_format)
@@ -169,13 +167,13 @@ def test_pixels_are_packed_unless_they_say_otherwise(number: Any, pixel_format: 
         ({"height_px": 0, "row_stride_bytes": 5}, ["height_px", "row_stride_bytes"]),
     ],
 )
-def test_every_violation_of_raw_pixels_is_told(changes: dict[str, Any], fields: list[str]) -> None:
+def test_every_violation_of_raw_pixels_is_told(changes: dict[str, Any], fields: list[str]):
     message = wire.DetectRequest(object="", image={"raw": RAW | changes})
     found = violations(vision.detect, message)
     assert sorted(found) == sorted(["object", *(f"image.raw.{field}" for field in fields)])
 
 
-def test_a_gaze_needs_an_eye() -> None:
+def test_a_gaze_needs_an_eye():
     assert vision.gaze(wire.GazeRequest(image=IMAGE, eye={"x": 0.5})) == Gaze(DATA, PointRef(0.5, 0.0))
     assert violations(vision.gaze, wire.GazeRequest(sampling={"top_p": 2.0})) == ["eye", "image", "sampling.top_p"]
 
@@ -188,17 +186,17 @@ def test_a_gaze_needs_an_eye() -> None:
         (vision.segment, wire.SegmentRequest()),
     ],
 )
-def test_object_and_image_are_required_and_both_are_told(parse: Any, message: Any) -> None:
+def test_object_and_image_are_required_and_both_are_told(parse: Any, message: Any):
     assert violations(parse, message) == ["object", "image"]
 
 
 @pytest.mark.parametrize("image", [{}, {"data": b""}])
-def test_image_without_content_is_a_violation_even_where_none_is_needed(image: Any) -> None:
+def test_image_without_content_is_a_violation_even_where_none_is_needed(image: Any):
     assert violations(vision.query, wire.QueryRequest(question="why?", image=image)) == ["image"]
     assert violations(vision.caption, wire.CaptionRequest(image=image)) == ["image"]
 
 
-def test_reference_to_nothing_keeps_the_index_of_those_behind_it() -> None:
+def test_reference_to_nothing_keeps_the_index_of_those_behind_it():
     message = wire.QueryRequest(
         question="why?", image=IMAGE, spatial_refs=[POINT_REF, {}, {"point": {"x": 2.0, "y": 0.5}}]
     )
@@ -206,7 +204,7 @@ def test_reference_to_nothing_keeps_the_index_of_those_behind_it() -> None:
 
 
 @pytest.mark.parametrize("ref", [{}, POINT_REF, {"point": {"x": 2.0}}])
-def test_too_many_references_are_counted_and_not_looked_at(ref: Any) -> None:
+def test_too_many_references_are_counted_and_not_looked_at(ref: Any):
     message = wire.QueryRequest(question=" ", image=IMAGE, spatial_refs=[ref] * (MAX_SPATIAL_REFS + 1))
     assert violations(vision.query, message) == ["spatial_refs", "question"]
     assert violations(vision.point, wire.PointRequest(spatial_refs=[ref] * 100_000)) == [
@@ -216,7 +214,7 @@ def test_too_many_references_are_counted_and_not_looked_at(ref: Any) -> None:
     ]
 
 
-def test_all_violations_are_told_together() -> None:
+def test_all_violations_are_told_together():
     message = wire.QueryRequest(
         question=" ",
         image=IMAGE,
@@ -251,7 +249,7 @@ def test_all_violations_are_told_together() -> None:
         (315_576_000_000, 0, True),
     ],
 )
-def test_queue_time_is_a_positive_well_formed_duration(seconds: int, nanos: int, is_fine: bool) -> None:
+def test_queue_time_is_a_positive_well_formed_duration(seconds: int, nanos: int, is_fine: bool):
     message = wire.QueryRequest(
         question="why?", options={"max_queue_duration": Duration(seconds=seconds, nanos=nanos)}
     )
@@ -270,11 +268,11 @@ def test_queue_time_is_a_positive_well_formed_duration(seconds: int, nanos: int,
         ({"json_schema": '{"type": "object"}'}, Constraint(json_schema='{"type": "object"}')),
     ],
 )
-def test_query_takes_each_kind_of_constraint(kind: Any, message: Any, expected: Constraint) -> None:
+def test_query_takes_each_kind_of_constraint(kind: Any, message: Any, expected: Constraint):
     assert vision.query(kind(question="why?", constraint=message)).constraint == expected
 
 
-def test_everything_that_is_wrong_with_a_constraint_is_told_at_once() -> None:
+def test_everything_that_is_wrong_with_a_constraint_is_told_at_once():
     empty = wire.QueryRequest(question="", constraint={})
     assert violations(vision.query, empty) == ["question", "constraint"]
     schema = json.dumps({"if": {}, "properties": {"a": {"not": {"type": "string"}}}})

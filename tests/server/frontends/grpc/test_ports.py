@@ -47,7 +47,7 @@ async def connected(rig: Serving) -> AsyncIterator[Http2Client]:
         yield client
 
 
-def test_every_argument_is_set_once_and_known_to_grpc() -> None:
+def test_every_argument_is_set_once_and_known_to_grpc():
     (compiled,) = Path(grpc.__file__).parent.rglob("cygrpc*.so")
     library = compiled.read_bytes()
     names = [name for name, _ in server_options(MIB)]
@@ -55,18 +55,18 @@ def test_every_argument_is_set_once_and_known_to_grpc() -> None:
     assert [name for name in names if name.encode() not in library] == []
 
 
-async def test_a_connection_is_told_how_many_calls_it_may_have_open() -> None:
+async def test_a_connection_is_told_how_many_calls_it_may_have_open():
     async with serving() as rig, connected(rig) as client:
         assert client.max_concurrent_streams == MAX_CONCURRENT_STREAMS
 
 
-async def test_calls_beyond_that_number_wait_in_the_client_and_are_answered() -> None:
+async def test_calls_beyond_that_number_wait_in_the_client_and_are_answered():
     async with serving() as rig:
         calls = [rig.vision.CompleteQuery(QUICK) for _ in range(2 * MAX_CONCURRENT_STREAMS)]
         assert all([(await call).result.answer == "a kestrel" for call in calls])
 
 
-async def test_calls_that_are_reset_as_soon_as_they_are_made_disturb_no_other_connection() -> None:
+async def test_calls_that_are_reset_as_soon_as_they_are_made_disturb_no_other_connection():
     async with serving() as rig, connected(rig) as client:
         for _ in range(20):
             for _ in range(MAX_CONCURRENT_STREAMS):
@@ -74,7 +74,7 @@ async def test_calls_that_are_reset_as_soon_as_they_are_made_disturb_no_other_co
             assert (await rig.vision.CompleteQuery(QUICK)).result.answer == "a kestrel"
 
 
-async def test_a_flood_of_resets_costs_no_call_of_another_connection() -> None:
+async def test_a_flood_of_resets_costs_no_call_of_another_connection():
     async with serving() as rig, connected(rig) as client:
         for _ in range(NUM_RESETS):
             await client.reset(await client.begin(COMPLETE_QUERY))
@@ -87,9 +87,7 @@ async def test_a_flood_of_resets_costs_no_call_of_another_connection() -> None:
     [(1, 1000, False), (1, 1000, True), (64, 16, False), (8, 125, True)],
     ids=["one", "one that cancels half", "many", "many that cancel half"],
 )
-async def test_ordinary_clients_are_refused_nowhere(
-    num_connections: int, calls_each: int, are_cancelled: bool
-) -> None:
+async def test_ordinary_clients_are_refused_nowhere(num_connections: int, calls_each: int, are_cancelled: bool):
     codes: Counter[grpc.StatusCode] = Counter()
 
     async def call_often(address: str) -> None:
@@ -116,7 +114,7 @@ async def test_ordinary_clients_are_refused_nowhere(
 
 @pytest.mark.parametrize("level", [1, 6, 9])
 @pytest.mark.parametrize("encoding", ["gzip", "deflate"])
-async def test_a_compressed_message_is_refused_and_not_decompressed(encoding: str, level: int) -> None:
+async def test_a_compressed_message_is_refused_and_not_decompressed(encoding: str, level: int):
     content = LONG.SerializeToString() if level == 9 else bytes(8 * MIB)
     body = gzip.compress(content, level) if encoding == "gzip" else zlib.compress(content, level)
     async with serving(metrics_port=0) as rig, connected(rig) as client:
@@ -129,7 +127,7 @@ async def test_a_compressed_message_is_refused_and_not_decompressed(encoding: st
     assert f'kestrel_requests_failed_total{{reason="UNSUPPORTED",rpc_method="{COMPLETE_QUERY[1:]}"}} 1.0' in metrics
 
 
-async def test_a_client_that_asks_for_compression_is_told_so() -> None:
+async def test_a_client_that_asks_for_compression_is_told_so():
     async with serving() as rig:
         for compression in (grpc.Compression.Gzip, grpc.Compression.Deflate):
             with pytest.raises(grpc.aio.AioRpcError) as caught:
@@ -141,7 +139,7 @@ async def test_a_client_that_asks_for_compression_is_told_so() -> None:
 
 
 @pytest.mark.parametrize("service", ["vision", "triton", "images"])
-async def test_a_message_above_the_limit_is_refused_with_the_reason(service: str) -> None:
+async def test_a_message_above_the_limit_is_refused_with_the_reason(service: str):
     limits = {"max_message_bytes": 300_000, "max_receiving_bytes": 3_000_000}
     async with serving(metrics_port=0, **limits) as rig:
 
@@ -172,7 +170,7 @@ async def test_a_message_above_the_limit_is_refused_with_the_reason(service: str
         assert 'reason="INVALID_REQUEST"' not in rig.server.metrics_text().decode()
 
 
-async def test_a_caller_that_hangs_up_before_its_message_has_come_has_cancelled_the_call() -> None:
+async def test_a_caller_that_hangs_up_before_its_message_has_come_has_cancelled_the_call():
     async with serving(metrics_port=0) as rig, connected(rig) as client:
         stream = await client.begin(COMPLETE_QUERY)
         await client.send(stream, struct.pack(">BI", 0, 1000) + b"a part")
@@ -184,7 +182,7 @@ async def test_a_caller_that_hangs_up_before_its_message_has_come_has_cancelled_
     assert f'kestrel_requests_failed_total{{reason="CANCELLED",rpc_method="{COMPLETE_QUERY[1:]}"}} 1.0' in metrics
 
 
-async def test_what_comes_before_it_is_read_is_bounded() -> None:
+async def test_what_comes_before_it_is_read_is_bounded():
     async with serving() as rig, connected(rig) as client:
         assert client.window_bytes(await client.begin(COMPLETE_QUERY)) == UNREAD_BYTES
 
@@ -256,7 +254,7 @@ async def closing(client: Http2Client) -> h2.events.ConnectionTerminated:
     raise ConnectionError("the connection was closed without a word")
 
 
-async def test_a_flood_of_pings_closes_its_connection() -> None:
+async def test_a_flood_of_pings_closes_its_connection():
     async with serving() as rig, connected(rig) as client:
         # In one write: if the server closes before the last of several, what it says may be lost.
         await client.ping(MAX_PING_STRIKES + 10)
@@ -277,7 +275,7 @@ def fast_pings(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.usefixtures("fast_pings")
-async def test_a_client_that_pings_at_the_allowed_interval_gets_its_answer_after_a_long_wait() -> None:
+async def test_a_client_that_pings_at_the_allowed_interval_gets_its_answer_after_a_long_wait():
     pings = (("grpc.keepalive_time_ms", 10), ("grpc.keepalive_timeout_ms", 60_000))
     unlimited = (("grpc.http2.max_pings_without_data", 0), ("grpc.use_local_subchannel_pool", 1))
     async with (

@@ -1,7 +1,5 @@
 """Both versions of reflection, through their own messages and through grpcurl."""
 
-from __future__ import annotations
-
 import asyncio
 import sys
 from pathlib import Path
@@ -37,7 +35,7 @@ async def ask(
 
 
 @pytest.mark.parametrize("version", [V1, V1ALPHA])
-async def test_all_services_are_listed(version: str) -> None:
+async def test_all_services_are_listed(version: str):
     async with serving() as rig:
         answer = await ask(rig, version, list_services="")
         assert {service.name for service in answer.list_services_response.service} == SERVICES
@@ -45,7 +43,7 @@ async def test_all_services_are_listed(version: str) -> None:
 
 @pytest.mark.parametrize("version", [V1, V1ALPHA])
 @pytest.mark.parametrize("name", sorted(SERVICES))
-async def test_every_listed_service_is_described_with_all_it_needs(version: str, name: str) -> None:
+async def test_every_listed_service_is_described_with_all_it_needs(version: str, name: str):
     async with serving() as rig:
         answer = await ask(rig, version, file_containing_symbol=name)
     files = [FileDescriptorProto.FromString(text) for text in answer.file_descriptor_response.file_descriptor_proto]
@@ -54,7 +52,7 @@ async def test_every_listed_service_is_described_with_all_it_needs(version: str,
     assert {needed for file in files for needed in file.dependency} <= {file.name for file in files}
 
 
-async def test_the_comments_of_the_contract_are_served() -> None:
+async def test_the_comments_of_the_contract_are_served():
     async with serving() as rig:
         answer = await ask(rig, V1, file_containing_symbol="kestrel.v1.VisionService")
     files = [FileDescriptorProto.FromString(text) for text in answer.file_descriptor_response.file_descriptor_proto]
@@ -80,7 +78,7 @@ async def test_the_comments_of_the_contract_are_served() -> None:
         ("kestrel.v1.EngineService", "rpc GetLoad"),
     ],
 )
-async def test_grpcurl_describes_with_comments(symbol: str, comment: str) -> None:
+async def test_grpcurl_describes_with_comments(symbol: str, comment: str):
     grpcurl = Path(sys.executable).parent / "grpcurl"
     async with serving() as rig:
         process = await asyncio.create_subprocess_exec(
@@ -92,13 +90,13 @@ async def test_grpcurl_describes_with_comments(symbol: str, comment: str) -> Non
     assert "//" in shown.decode()
 
 
-async def test_unknown_symbol_is_not_found() -> None:
+async def test_unknown_symbol_is_not_found():
     async with serving() as rig:
         answer = await ask(rig, V1, file_containing_symbol="kestrel.v1.FlightService")
         assert answer.error_response.error_code == grpc.StatusCode.NOT_FOUND.value[0]
 
 
-async def test_reflection_can_be_switched_off() -> None:
+async def test_reflection_can_be_switched_off():
     async with serving(reflection="off") as rig:
         for version in (V1, V1ALPHA):
             with pytest.raises(grpc.aio.AioRpcError) as caught:
@@ -106,7 +104,7 @@ async def test_reflection_can_be_switched_off() -> None:
             assert caught.value.code() is grpc.StatusCode.UNIMPLEMENTED
 
 
-async def test_grpcurl_shows_what_is_wrong_with_a_request() -> None:
+async def test_grpcurl_shows_what_is_wrong_with_a_request():
     grpcurl = Path(sys.executable).parent / "grpcurl"
     async with serving() as rig:
         process = await asyncio.create_subprocess_exec(
@@ -121,7 +119,7 @@ async def test_grpcurl_shows_what_is_wrong_with_a_request() -> None:
 
 
 @pytest.mark.parametrize("version", [V1, V1ALPHA])
-async def test_reflection_can_ask_for_a_token_of_any_scope(version: str, tmp_path: Path) -> None:
+async def test_reflection_can_ask_for_a_token_of_any_scope(version: str, tmp_path: Path):
     tokens = tmp_path / "tokens.toml"
     tokens.write_text(line_for("alice", "secret", frozenset({Scope.INFER})))
     async with serving(reflection="token", tokens=str(tokens)) as rig:
@@ -133,7 +131,7 @@ async def test_reflection_can_ask_for_a_token_of_any_scope(version: str, tmp_pat
         assert answer.list_services_response.service
 
 
-async def test_reflection_shows_to_whom_asks_a_port_what_is_served_there() -> None:
+async def test_reflection_shows_to_whom_asks_a_port_what_is_served_there():
     async with serving(admin_port=0) as rig:
         answer = await ask(rig, V1, list_services="")
         names = {service.name for service in answer.list_services_response.service}
@@ -141,9 +139,7 @@ async def test_reflection_shows_to_whom_asks_a_port_what_is_served_there() -> No
 
 
 @pytest.mark.parametrize("version", [V1, V1ALPHA])
-async def test_bytes_that_are_no_question_are_the_callers_fault(
-    version: str, caplog: pytest.LogCaptureFixture
-) -> None:
+async def test_bytes_that_are_no_question_are_the_callers_fault(version: str, caplog: pytest.LogCaptureFixture):
     async with serving() as rig:
         call: Any = rig.channel.unary_stream(f"/{version}/ServerReflectionInfo")(b"\xff\xff\xff")
         with pytest.raises(grpc.aio.AioRpcError) as caught:
@@ -152,7 +148,7 @@ async def test_bytes_that_are_no_question_are_the_callers_fault(
     assert caplog.records == []
 
 
-async def test_several_questions_on_one_stream_are_answered_in_turn() -> None:
+async def test_several_questions_on_one_stream_are_answered_in_turn():
     async with serving() as rig:
         call: Any = rig.channel.stream_stream(
             f"/{V1}/ServerReflectionInfo",
@@ -166,7 +162,7 @@ async def test_several_questions_on_one_stream_are_answered_in_turn() -> None:
         assert await call.read() is EOF
 
 
-async def test_a_stream_without_a_further_question_ends_well() -> None:
+async def test_a_stream_without_a_further_question_ends_well():
     async with serving(receive_timeout=1.0) as rig:
         call: Any = rig.channel.stream_stream(
             f"/{V1}/ServerReflectionInfo",

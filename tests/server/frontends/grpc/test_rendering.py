@@ -1,7 +1,5 @@
 """Events → protobuf: every field, and nothing lost."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest
@@ -67,29 +65,29 @@ def as_dict(message: Message) -> dict[str, Any]:
     return MessageToDict(message, preserving_proto_field_name=True)
 
 
-def test_query_result_has_answer_and_info() -> None:
+def test_query_result_has_answer_and_info():
     result = vision.query_result(finished(QueryOutput("a bird", None)), "id", "m")
     assert as_dict(result) == {"answer": "a bird", "info": INFO}
 
 
-def test_reasoning_keeps_its_groundings() -> None:
+def test_reasoning_keeps_its_groundings():
     thought = Reasoning("so a bird", (Grounding(3, 9, (Location(0.5, 0.25), Location(0.0, 1.0))),))
     result = vision.query_result(finished(QueryOutput("a bird", thought)), "id", "m")
     grounding = {"start_char": 3, "end_char": 9, "points": [{"x": 0.5, "y": 0.25}, {"y": 1.0}]}
     assert as_dict(result.reasoning) == {"text": "so a bird", "groundings": [grounding]}
 
 
-def test_reasoning_that_was_not_asked_for_is_absent_and_an_empty_one_is_not() -> None:
+def test_reasoning_that_was_not_asked_for_is_absent_and_an_empty_one_is_not():
     assert not vision.query_result(finished(QueryOutput("", None)), "id", "m").HasField("reasoning")
     assert vision.query_result(finished(QueryOutput("", Reasoning("", ()))), "id", "m").HasField("reasoning")
 
 
-def test_caption_result_has_caption_and_info() -> None:
+def test_caption_result_has_caption_and_info():
     result = vision.caption_result(finished(CaptionOutput("a bird")), "id", "m")
     assert as_dict(result) == {"caption": "a bird", "info": INFO}
 
 
-def test_points_boxes_and_outlines_keep_their_order() -> None:
+def test_points_boxes_and_outlines_keep_their_order():
     points = vision.point_response(finished(PointOutput((Location(0.5, 0.25), Location(1.0, 0.75)))), "id", "m")
     places = [{"x": 0.5, "y": 0.25}, {"x": 1.0, "y": 0.75}]
     assert as_dict(points) == {"points": places, "objects": [{"point": place} for place in places], "info": INFO}
@@ -99,7 +97,7 @@ def test_points_boxes_and_outlines_keep_their_order() -> None:
     assert as_dict(outlines) == {"segments": [{"svg_path": "M 0 0 z", "box": BOX_DICT}], "info": INFO}
 
 
-def test_objects_have_their_scores_whole_and_streamed() -> None:
+def test_objects_have_their_scores_whole_and_streamed():
     scored = PointOutput((Location(0.5, 0.25), Location(1.0, 0.75)), (0.5, 0.0))
     points = vision.point_response(finished(scored), "id", "m")
     assert [(item.point.x, item.score) for item in points.objects] == [(0.5, 0.5), (1.0, 0.0)]
@@ -110,7 +108,7 @@ def test_objects_have_their_scores_whole_and_streamed() -> None:
     assert vision.point_event(FoundObject(Location(1.0, 0.75), 0.0), "id", "m").found == points.objects[1]
 
 
-def test_streams_carry_the_same_events() -> None:
+def test_streams_carry_the_same_events():
     started, delta = Started(Usage(735, 729)), TextDelta("a ", TextChannel.REASONING, 3, 2)
     expected_delta = generation_pb2.TextDelta(
         text="a ", channel=generation_pb2.TEXT_CHANNEL_REASONING, token_index=3, token_count=2
@@ -130,18 +128,18 @@ def test_streams_carry_the_same_events() -> None:
 
 
 @pytest.mark.parametrize("reason", FinishReason)
-def test_each_finish_reason_has_its_value(reason: FinishReason) -> None:
+def test_each_finish_reason_has_its_value(reason: FinishReason):
     info = vision.point_response(finished(PointOutput(()), reason), "id", "m").info
     assert generation_pb2.FinishReason.Name(info.finish_reason) == f"FINISH_REASON_{reason.name}"
 
 
 @pytest.mark.parametrize("channel", [channel for channel in TextChannel if channel is not TextChannel.PATH])
-def test_each_channel_has_its_value(channel: TextChannel) -> None:
+def test_each_channel_has_its_value(channel: TextChannel):
     delta = vision.query_event(TextDelta("", channel, 0, 0), "id", "m").delta
     assert generation_pb2.TextChannel.Name(delta.channel) == f"TEXT_CHANNEL_{channel.name}"
 
 
-def test_duration_that_rounds_up_to_a_second_stays_well_formed() -> None:
+def test_duration_that_rounds_up_to_a_second_stays_well_formed():
     timing = Timing(0.9999999999, 0.0, 0.0, 0.0, 0.0)
     message = vision.point_response(Finished(PointOutput(()), FinishReason.STOP, Usage(1, 0), timing), "id", "m")
     assert message.info.timing.queue_duration == Duration(seconds=1)

@@ -1,7 +1,5 @@
 """Failures as gRPC writes them. `tests/server/calls/test_errors.py` has every row over the wire."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import grpc
@@ -14,11 +12,11 @@ from kestrel_runtime.api.errors import Overloaded, QueueTimeout
 
 
 @pytest.mark.parametrize("code", Code)
-def test_every_code_is_one_of_grpc(code: Code) -> None:
+def test_every_code_is_one_of_grpc(code: Code):
     assert grpc.StatusCode[code.name].value[0] == code.value
 
 
-def test_trailers_have_code_message_and_the_name_of_the_request() -> None:
+def test_trailers_have_code_message_and_the_name_of_the_request():
     failure = describe(Overloaded(7, 0.25))
     trailers: dict[str, Any] = dict(trailing_metadata(failure, "abc"))
     status = status_pb2.Status.FromString(trailers["grpc-status-details-bin"])
@@ -28,6 +26,6 @@ def test_trailers_have_code_message_and_the_name_of_the_request() -> None:
     assert "grpc-retry-pushback-ms" not in trailers
 
 
-def test_clients_that_retry_by_themselves_are_told_when() -> None:
+def test_clients_that_retry_by_themselves_are_told_when():
     trailers = dict(trailing_metadata(describe(QueueTimeout(1.5)), "abc"))
     assert trailers["grpc-retry-pushback-ms"] == "1000"

@@ -1,7 +1,5 @@
 """`VisionService` over the wire: what goes in reaches the engine, what comes out reaches the caller."""
 
-from __future__ import annotations
-
 import asyncio
 import io
 from collections.abc import Callable
@@ -38,7 +36,7 @@ from tests.server.serving import IMAGE, details_of, serving
 pytestmark = BOTH_CHANNELS
 
 
-async def test_query_streams_started_deltas_and_the_whole() -> None:
+async def test_query_streams_started_deltas_and_the_whole():
     async with serving() as rig:
         messages = [
             message
@@ -55,7 +53,7 @@ async def test_query_streams_started_deltas_and_the_whole() -> None:
 
 
 @pytest.mark.parametrize("options", [{"adapter": "colours"}, {"model": "colours"}, {"model": "fake/colours"}])
-async def test_results_and_streams_name_the_adapter_that_answers(options: dict[str, Any]) -> None:
+async def test_results_and_streams_name_the_adapter_that_answers(options: dict[str, Any]):
     fields: Any = {"image": IMAGE, "options": generation_pb2.RequestOptions(**options)}
     async with serving() as rig:
         streams = [
@@ -77,7 +75,7 @@ async def test_results_and_streams_name_the_adapter_that_answers(options: dict[s
     assert names == {"fake/colours"}
 
 
-async def test_segments_stream_the_box_and_then_the_path() -> None:
+async def test_segments_stream_the_box_and_then_the_path():
     fields: Any = {"object": "bird", "image": IMAGE}
     metadata = (("x-request-id", "same"),)
     async with serving() as rig:
@@ -95,7 +93,7 @@ async def test_segments_stream_the_box_and_then_the_path() -> None:
     assert not whole.segments[0].is_partial
 
 
-async def test_a_partial_outline_says_so() -> None:
+async def test_a_partial_outline_says_so():
     masks = (SegmentMask("M 0 0", Box(0.0, 0.0, 1.0, 1.0), is_partial=True),)
     finished = Finished(SegmentOutput(masks), FinishReason.STOP, Usage(1, 1), Timing(0.0, 0.0, 0.0, 0.0, 0.0))
     async with serving(FakeEngine(lambda _: [Started(Usage(1, 1)), finished])) as rig:
@@ -104,7 +102,7 @@ async def test_a_partial_outline_says_so() -> None:
 
 
 @pytest.mark.one_process("events come one by one")
-async def test_the_path_of_a_slow_reader_is_joined_and_the_box_is_not_lost() -> None:
+async def test_the_path_of_a_slow_reader_is_joined_and_the_box_is_not_lost():
     box = OutlineBox(Box(0.0, 0.0, 0.5, 1.0))
     pieces = [TextDelta(" L 0 1" * 100, TextChannel.PATH, index, 1) for index in range(2000)]
     finished = Finished(SegmentOutput(()), FinishReason.STOP, Usage(1, 1), Timing(0.0, 0.0, 0.0, 0.0, 0.0))
@@ -132,7 +130,7 @@ def square(size_px: tuple[int, int]) -> Callable[[Request], list[Event]]:
     return script
 
 
-async def test_an_outline_has_the_form_that_is_asked_for_as_the_client_makes_it_itself() -> None:
+async def test_an_outline_has_the_form_that_is_asked_for_as_the_client_makes_it_itself():
     async with serving(FakeEngine(square((40, 20)))) as rig:
         found = {}
         for form in ("UNSPECIFIED", "SVG_PATH", "POLYGON", "RUN_LENGTH", "PNG"):
@@ -154,7 +152,7 @@ async def test_an_outline_has_the_form_that_is_asked_for_as_the_client_makes_it_
         assert (picture.size, picture.getbbox()) == ((40, 20), (10, 5, 30, 15))
 
 
-async def test_a_mask_of_a_picture_that_is_too_large_is_refused_and_its_path_is_not() -> None:
+async def test_a_mask_of_a_picture_that_is_too_large_is_refused_and_its_path_is_not():
     async with serving(FakeEngine(square((20_000, 20_000)))) as rig:
         for form in ("PNG", "BMP"):
             value: Any = 9 if form == "BMP" else "MASK_FORMAT_PNG"
@@ -167,13 +165,13 @@ async def test_a_mask_of_a_picture_that_is_too_large_is_refused_and_its_path_is_
         assert len((await rig.vision.Segment(runs)).segments[0].run_length.counts) < 100_000
 
 
-def test_a_gaze_without_a_target_has_none() -> None:
+def test_a_gaze_without_a_target_has_none():
     finished = Finished(PointOutput(()), FinishReason.STOP, Usage(1, 1), Timing(0.0, 0.0, 0.0, 0.0, 0.0))
     assert not gaze_response(finished, "id", "m").HasField("target")
 
 
 @pytest.mark.parametrize("count", [64])
-async def test_many_calls_at_once_get_each_their_own_answer(count: int) -> None:
+async def test_many_calls_at_once_get_each_their_own_answer(count: int):
     async with serving() as rig:
 
         async def ask(index: int) -> None:

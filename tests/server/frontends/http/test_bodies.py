@@ -1,7 +1,5 @@
 """Bodies of requests: what is taken, and what callers are told about what is not, all of it at once."""
 
-from __future__ import annotations
-
 import random
 from base64 import b64encode
 from typing import Any
@@ -97,7 +95,7 @@ def told(body_type: Any, document: dict[str, Any]) -> dict[str, str]:
         ({"settings": {"zzz": None, "n": None}}, "", ""),
     ],
 )
-def test_values_are_not_converted_and_each_wrong_one_is_named(given: Any, place: str, description: str) -> None:
+def test_values_are_not_converted_and_each_wrong_one_is_named(given: Any, place: str, description: str):
     assert told(QueryBody, {**ASKED, **given}) == ({place: description} if place else {})
 
 
@@ -143,13 +141,11 @@ def test_values_are_not_converted_and_each_wrong_one_is_named(given: Any, place:
         ),
     ],
 )
-def test_places_are_those_of_the_document(
-    body_type: Any, given: dict[str, Any], place: str, description: str
-) -> None:
+def test_places_are_those_of_the_document(body_type: Any, given: dict[str, Any], place: str, description: str):
     assert told(body_type, given) == {place: description}
 
 
-def test_a_value_that_was_not_readable_is_reported_once() -> None:
+def test_a_value_that_was_not_readable_is_reported_once():
     problems = Problems()
     problems.add_unreadable([Violation("a.b[1]", "must be a text")], ["a.b[1]"])
     for field in ("a", "a.b", "a.b[1]", "a.b[1].c", "a.b[0]", "a.c", "ab"):
@@ -168,12 +164,12 @@ def image_error(value: str, max_bytes: int = 100) -> ImageError:
     return refused.value
 
 
-def test_an_address_with_half_of_a_surrogate_pair_is_no_address() -> None:
+def test_an_address_with_half_of_a_surrogate_pair_is_no_address():
     assert image_error("https://example.com/\ud800").violations[0].description == "is neither base64 nor a data URL"
 
 
 @pytest.mark.parametrize("head", ["", "data:image/png;base64,"])
-def test_an_image_that_is_too_large_is_refused_before_it_is_decoded(head: str) -> None:
+def test_an_image_that_is_too_large_is_refused_before_it_is_decoded(head: str):
     largest = b64encode(bytes(100)).decode()
     assert read_image(head + largest, "image", 100, Problems()).data == bytes(100)
     for too_large in (b64encode(bytes(101)).decode(), "!" * 140):
@@ -182,13 +178,13 @@ def test_an_image_that_is_too_large_is_refused_before_it_is_decoded(head: str) -
     assert image_error(head + "!" * 4).violations[0].description == "is not base64"
 
 
-def test_a_search_for_what_was_meant_ends_with_what_callers_are_told() -> None:
+def test_a_search_for_what_was_meant_ends_with_what_callers_are_told():
     found = told(QueryBody, {**ASKED, **{f"questio{number}": 1 for number in range(2000)}})
     assert len(found) == 2000
     assert [name for name, text in found.items() if "did you mean" in text] == list(found)[:MAX_VIOLATIONS]
 
 
-def test_a_schema_that_is_nested_too_deeply_is_refused_for_its_depth() -> None:
+def test_a_schema_that_is_nested_too_deeply_is_refused_for_its_depth():
     schema: Any = {}
     for _ in range(5000):
         schema = {"items": schema}
@@ -199,7 +195,7 @@ def test_a_schema_that_is_nested_too_deeply_is_refused_for_its_depth() -> None:
     assert "levels deep" in violation.description
 
 
-def test_ids_of_tokens_are_numbers_whatever_their_zeros() -> None:
+def test_ids_of_tokens_are_numbers_whatever_their_zeros():
     sampling = read(QueryBody, {**ASKED, "settings": {"logit_bias": {"17": -1, "004": 2}}}, Problems()).settings
     assert sampling.params().logit_bias == ((4, 2), (17, -1))
 
@@ -215,7 +211,7 @@ def strange_document(body_type: Any, draw: random.Random) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("body_type", [*ROUTES.values(), ChatBody, CompletionBody])
-def test_whatever_a_document_holds_is_taken_or_refused_in_our_words(body_type: Any) -> None:
+def test_whatever_a_document_holds_is_taken_or_refused_in_our_words(body_type: Any):
     draw = random.Random(1)
     num_refused = 0
     for _ in range(1000):

@@ -1,7 +1,5 @@
 """What a client can do to its connection, and what the server then does."""
 
-from __future__ import annotations
-
 import asyncio
 from inspect import signature
 from typing import Any
@@ -49,7 +47,7 @@ def holds(request: Any) -> list[object]:
     ],
     ids=range(21),
 )
-async def test_what_is_no_request_is_refused_and_the_connection_closed(sent: bytes, status: int) -> None:
+async def test_what_is_no_request_is_refused_and_the_connection_closed(sent: bytes, status: int):
     async with serving_http() as rig:
         async with rig.connect() as connection:
             connection.writer.write(sent)
@@ -59,7 +57,7 @@ async def test_what_is_no_request_is_refused_and_the_connection_closed(sent: byt
         assert (await rig.ask("/v1/query", {"question": "?"})).status == 200
 
 
-async def test_a_client_that_still_sends_gets_the_refusal_of_its_headers() -> None:
+async def test_a_client_that_still_sends_gets_the_refusal_of_its_headers():
     async with serving_http() as rig, rig.connect() as connection:
         connection.writer.write(POST + b"Transfer-Encoding: gzip\r\n\r\n")
         assert (await connection.head())[0] == 501
@@ -81,7 +79,7 @@ CHUNKED = b"Transfer-Encoding: chunked\r\n\r\n%x\r\n%b\r\n0\r\n" % (len(QUERY), 
 
 @pytest.mark.parametrize("offer", OFFERS, ids=range(len(OFFERS)))
 @pytest.mark.parametrize("framed", [b"Content-Length: 17\r\n\r\n" + QUERY, CHUNKED + b"\r\n"], ids=["17", "chunks"])
-async def test_an_offer_of_another_protocol_is_ignored_in_any_packets(offer: bytes, framed: bytes) -> None:
+async def test_an_offer_of_another_protocol_is_ignored_in_any_packets(offer: bytes, framed: bytes):
     request = POST + offer + framed
     head = request.index(b"\r\n\r\n") + 4
     async with serving_http() as rig:
@@ -106,7 +104,7 @@ async def test_an_offer_of_another_protocol_is_ignored_in_any_packets(offer: byt
                 assert (await connection.response()).status == 200
 
 
-async def test_a_request_that_offers_another_protocol_may_end_its_connection() -> None:
+async def test_a_request_that_offers_another_protocol_may_end_its_connection():
     async with serving_http() as rig:
         for version, options in ((b"1.1", b"close, Upgrade"), (b"1.0", b"Upgrade")):
             async with rig.connect() as connection:
@@ -117,7 +115,7 @@ async def test_a_request_that_offers_another_protocol_may_end_its_connection() -
                 await connection.ended()
 
 
-async def test_what_follows_a_request_with_an_offer_is_a_second_request() -> None:
+async def test_what_follows_a_request_with_an_offer_is_a_second_request():
     request = POST + OFFERS[0] + b"Content-Length: 17\r\n\r\n" + QUERY
     async with serving_http(FakeEngine(holds)) as rig, rig.connect() as connection:
         connection.writer.write(request + request)
@@ -143,7 +141,7 @@ async def test_what_follows_a_request_with_an_offer_is_a_second_request() -> Non
         b"Connection: Upgrade\r\nUpgrade: h2c",
     ],
 )
-async def test_fields_behind_a_body_are_no_headers(trailer: bytes) -> None:
+async def test_fields_behind_a_body_are_no_headers(trailer: bytes):
     async with serving_http() as rig, rig.connect() as connection:
         for _ in range(2):
             connection.writer.write(POST + CHUNKED + trailer + b"\r\n\r\n")
@@ -167,7 +165,7 @@ async def test_fields_behind_a_body_are_no_headers(trailer: bytes) -> None:
     ids=range(8),
 )
 @pytest.mark.parametrize("is_late", [False, True])
-async def test_a_body_whose_end_is_not_clear_is_refused(body: bytes, is_late: bool) -> None:
+async def test_a_body_whose_end_is_not_clear_is_refused(body: bytes, is_late: bool):
     async with serving_http() as rig, rig.connect() as connection:
         connection.writer.write(POST + b"Transfer-Encoding: chunked\r\n\r\n")
         if is_late:
@@ -183,7 +181,7 @@ async def test_a_body_whose_end_is_not_clear_is_refused(body: bytes, is_late: bo
         assert 'kestrel_requests_failed_total{reason="INVALID_REQUEST",rpc_method="rest/query"} 1' in failed
 
 
-async def test_a_target_with_a_host_is_taken_apart() -> None:
+async def test_a_target_with_a_host_is_taken_apart():
     async with serving_http() as rig, rig.connect() as connection:
         for target, host, status in (
             (b"http://localhost/v1/models?a=b", b"localhost", 200),
@@ -196,7 +194,7 @@ async def test_a_target_with_a_host_is_taken_apart() -> None:
             assert (await connection.response()).status == status, target
 
 
-async def test_headers_that_do_not_come_end_the_connection(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_headers_that_do_not_come_end_the_connection(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(connection_module, "HEAD_TIMEOUT_S", 0.05)
     for sent in (b"", b"\r\n", POST, POST[:30]):
         async with serving_http() as rig, rig.connect() as connection:
@@ -205,7 +203,7 @@ async def test_headers_that_do_not_come_end_the_connection(monkeypatch: pytest.M
             await connection.ended()
 
 
-async def test_the_second_request_of_a_connection_has_the_same_time(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_the_second_request_of_a_connection_has_the_same_time(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(connection_module, "HEAD_TIMEOUT_S", 0.05)
     async with serving_http() as rig, rig.connect() as connection:
         await connection.send("/v1/query", {"question": "?"})
@@ -215,7 +213,7 @@ async def test_the_second_request_of_a_connection_has_the_same_time(monkeypatch:
         await connection.ended()
 
 
-async def test_a_connection_without_requests_is_closed(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_connection_without_requests_is_closed(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(connection_module, "IDLE_TIMEOUT_S", 0)
     async with serving_http() as rig, rig.connect() as connection:
         await connection.send("/v1/query", {"question": "?"})
@@ -223,7 +221,7 @@ async def test_a_connection_without_requests_is_closed(monkeypatch: pytest.Monke
         await connection.ended()
 
 
-async def test_a_body_that_does_not_come_ends_the_call(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_body_that_does_not_come_ends_the_call(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(exchange, "_DISCARD_S", 0.05)
     async with serving_http(receive_timeout=0.05) as rig, rig.connect() as connection:
         connection.writer.write(POST + b"Content-Length: 17\r\n\r\n{")
@@ -232,7 +230,7 @@ async def test_a_body_that_does_not_come_ends_the_call(monkeypatch: pytest.Monke
         await connection.ended()
 
 
-async def test_a_second_request_before_the_answer_is_not_served() -> None:
+async def test_a_second_request_before_the_answer_is_not_served():
     async with serving_http(FakeEngine(holds)) as rig, rig.connect() as connection:
         request = POST + b"Content-Length: 17\r\n\r\n" + QUERY
         connection.writer.write(request * 2000)
@@ -244,7 +242,7 @@ async def test_a_second_request_before_the_answer_is_not_served() -> None:
         assert len(rig.engine.requests) == 1
 
 
-async def test_garbage_behind_a_request_does_not_harm_its_answer() -> None:
+async def test_garbage_behind_a_request_does_not_harm_its_answer():
     async with serving_http(FakeEngine(holds)) as rig, rig.connect() as connection:
         connection.writer.write(POST + b"Content-Length: 17\r\n\r\n" + QUERY)
         await rig.engine.num_submitted.acquire()
@@ -254,7 +252,7 @@ async def test_garbage_behind_a_request_does_not_harm_its_answer() -> None:
         await connection.ended()
 
 
-async def test_the_framing_of_a_body_is_bounded() -> None:
+async def test_the_framing_of_a_body_is_bounded():
     async with serving_http() as rig, rig.connect() as connection:
         connection.writer.write(POST + b"Transfer-Encoding: chunked\r\n\r\n")
         connection.writer.write(b"1;" + b"a" * 1000 + b"\r\n{\r\n" + b"1;aaaaaaaaaaaa\r\n \r\n" * 10_000)
@@ -262,14 +260,14 @@ async def test_the_framing_of_a_body_is_bounded() -> None:
         assert (await rig.ask("/v1/query", {"question": "?"})).status == 200
 
 
-async def test_trailers_are_bounded() -> None:
+async def test_trailers_are_bounded():
     async with serving_http(FakeEngine(holds)) as rig, rig.connect() as connection:
         connection.writer.write(POST + b"Transfer-Encoding: chunked\r\n\r\n11\r\n" + QUERY + b"\r\n0\r\n")
         connection.writer.write(b"X-Trailer: 1\r\n" * 20_000)
         await connection.ended()
 
 
-async def test_a_chunked_body_is_read() -> None:
+async def test_a_chunked_body_is_read():
     async with serving_http() as rig, rig.connect() as connection:
         connection.writer.write(POST + b"Transfer-Encoding: chunked\r\n\r\n")
         for piece in (QUERY[:5], QUERY[5:]):
@@ -279,7 +277,7 @@ async def test_a_chunked_body_is_read() -> None:
         assert (await connection.response()).json["answer"] == "a kestrel"
 
 
-async def test_further_connections_replace_idle_ones(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_further_connections_replace_idle_ones(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(connection_module, "MAX_CONNECTIONS", 2)
     async with serving_http(FakeEngine(holds)) as rig, rig.connect() as busy, rig.connect() as idle:
         await busy.send("/v1/query", {"question": "?"})
@@ -299,7 +297,7 @@ async def test_further_connections_replace_idle_ones(monkeypatch: pytest.MonkeyP
 
 async def test_a_connection_whose_request_is_refused_is_replaced_before_an_idle_one(
     monkeypatch: pytest.MonkeyPatch,
-) -> None:
+):
     monkeypatch.setattr(connection_module, "MAX_CONNECTIONS", 2)
     async with serving_http() as rig, rig.connect() as idle, rig.connect() as refused:
         await idle.send("/healthz")
@@ -317,7 +315,7 @@ async def test_a_connection_whose_request_is_refused_is_replaced_before_an_idle_
 
 async def test_connections_beyond_the_rate_of_replacements_are_closed_and_replace_none(
     monkeypatch: pytest.MonkeyPatch,
-) -> None:
+):
     monkeypatch.setattr(connection_module, "MAX_CONNECTIONS", 1)
     monkeypatch.setattr(connection_module, "MAX_REPLACED_PER_S", 0)
     async with serving_http() as rig, rig.connect() as idle:
@@ -330,7 +328,7 @@ async def test_connections_beyond_the_rate_of_replacements_are_closed_and_replac
 
 
 @pytest.mark.parametrize("has_length", [True, False])
-async def test_a_body_above_the_limit_is_refused_while_it_is_read(has_length: bool) -> None:
+async def test_a_body_above_the_limit_is_refused_while_it_is_read(has_length: bool):
     async with serving_http(max_message_bytes=100_000, max_receiving_bytes=10_000_000) as rig:
         async with rig.connect() as connection:
             if has_length:
@@ -344,7 +342,7 @@ async def test_a_body_above_the_limit_is_refused_while_it_is_read(has_length: bo
         assert response.headers["connection"] == "close"
 
 
-async def test_a_refusal_reaches_a_client_that_still_sends() -> None:
+async def test_a_refusal_reaches_a_client_that_still_sends():
     async with serving_http() as rig, rig.connect() as connection:
         length = 30_000_000
         connection.writer.write(b"POST /nothing HTTP/1.1\r\nHost: localhost\r\nContent-Length: %d\r\n\r\n" % length)
@@ -354,7 +352,7 @@ async def test_a_refusal_reaches_a_client_that_still_sends() -> None:
         await connection.ended()
 
 
-async def test_the_rest_of_a_body_that_does_not_come_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_the_rest_of_a_body_that_does_not_come_is_not_waited_for(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(exchange, "_DISCARD_S", 0.05)
     async with serving_http() as rig, rig.connect() as connection:
         connection.writer.write(b"POST /nothing HTTP/1.1\r\nHost: localhost\r\nContent-Length: 1000\r\n\r\n")
@@ -362,7 +360,7 @@ async def test_the_rest_of_a_body_that_does_not_come_is_not_waited_for(monkeypat
         await connection.ended()
 
 
-async def test_a_reader_that_takes_nothing_loses_its_stream() -> None:
+async def test_a_reader_that_takes_nothing_loses_its_stream():
     def says_much(request: Any) -> list[object]:
         started, *_, last = answers(request)
         return [started, *much_text(), last]
@@ -390,7 +388,7 @@ ATTRIBUTES = {
 CYCLE_ATTRIBUTES = {"disconnected", "keep_alive", "message_event", "more_body", "response_complete"}
 
 
-async def test_uvicorn_has_the_parts_that_connections_use(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_uvicorn_has_the_parts_that_connections_use(monkeypatch: pytest.MonkeyPatch):
     """uvicorn does not document its protocol class. Raise the bound in pyproject.toml when this file passes."""
     own, base = vars(connection_module.Connection), vars(HttpToolsProtocol)
     assert {name for name in own if name in base and callable(own[name])} == OVERRIDDEN

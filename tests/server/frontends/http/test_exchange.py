@@ -1,7 +1,5 @@
 """Comments on a stream that is silent, so that proxies do not close it, and on nothing else."""
 
-from __future__ import annotations
-
 import asyncio
 from functools import partial
 from typing import Any
@@ -44,7 +42,7 @@ def failed(failure: CallFailure) -> bytes:
     return b"data: %b\n\n" % failure.reason.encode()
 
 
-async def test_a_silent_stream_begins_with_a_comment_and_goes_on_with_more(response: Any) -> None:
+async def test_a_silent_stream_begins_with_a_comment_and_goes_on_with_more(response: Any):
     events = EventStream(response, "id", failed, heartbeat_s=0.005)
     assert not events.has_begun
     for _ in range(3):
@@ -55,7 +53,7 @@ async def test_a_silent_stream_begins_with_a_comment_and_goes_on_with_more(respo
     assert set(response.written) == {b": waiting\n\n"}
 
 
-async def test_events_begin_the_response_once(response: Any) -> None:
+async def test_events_begin_the_response_once(response: Any):
     events = EventStream(response, "id", failed)
     await events.write(b"data: 1\n\n")
     await events.write(b"data: 2\n\n")
@@ -65,7 +63,7 @@ async def test_events_begin_the_response_once(response: Any) -> None:
     assert response.written == [b"data: 1\n\n", b"data: 2\n\n", b"data: QUEUE_FULL\n\n"]
 
 
-async def test_no_comment_comes_while_an_event_is_being_written(response: Any) -> None:
+async def test_no_comment_comes_while_an_event_is_being_written(response: Any):
     events = EventStream(response, "id", failed, heartbeat_s=0.001)
     response.may_write.clear()
     writing = asyncio.ensure_future(events.write(b"data: 1\n\n"))
@@ -79,13 +77,13 @@ async def test_no_comment_comes_while_an_event_is_being_written(response: Any) -
     assert response.written == [b"data: 1\n\n"]
 
 
-async def test_a_stream_that_is_closed_says_nothing(response: Any) -> None:
+async def test_a_stream_that_is_closed_says_nothing(response: Any):
     EventStream(response, "id", failed, heartbeat_s=0.0).close()
     await asyncio.sleep(0)
     assert response.written == []
 
 
-async def test_no_comment_comes_behind_the_end_of_a_stream(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_no_comment_comes_behind_the_end_of_a_stream(monkeypatch: pytest.MonkeyPatch):
     written: list[bytes] = []
 
     class Recorded(EventStream):
@@ -103,7 +101,7 @@ async def test_no_comment_comes_behind_the_end_of_a_stream(monkeypatch: pytest.M
     assert written == []
 
 
-async def test_a_whole_answer_that_is_awaited_for_long_has_no_comments(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_whole_answer_that_is_awaited_for_long_has_no_comments(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(endpoint, "EventStream", partial(EventStream, heartbeat_s=0.005))
     engine = FakeEngine(lambda request: [HOLD, *answers(request)])
     async with serving_http(engine) as rig, rig.connect() as whole, rig.connect() as stream:

@@ -1,7 +1,5 @@
 """Work in threads, one piece at a time for each tenant."""
 
-from __future__ import annotations
-
 import asyncio
 import threading
 from concurrent.futures import ThreadPoolExecutor
@@ -29,7 +27,7 @@ async def begun(work: Work) -> None:
     assert await asyncio.to_thread(work.has_begun.wait, MAX_WAIT_S)
 
 
-async def test_a_tenant_waits_for_its_own_work_and_not_for_that_of_others() -> None:
+async def test_a_tenant_waits_for_its_own_work_and_not_for_that_of_others():
     threads = FairThreads(2)
     first, second, other = Work(), Work(), Work()
     running = [asyncio.ensure_future(threads.run("greedy", work)) for work in (first, second)]
@@ -43,7 +41,7 @@ async def test_a_tenant_waits_for_its_own_work_and_not_for_that_of_others() -> N
 
 
 @pytest.mark.parametrize("fails", [False, True])
-async def test_whoever_leaves_keeps_its_turn_until_the_thread_ends(fails: bool) -> None:
+async def test_whoever_leaves_keeps_its_turn_until_the_thread_ends(fails: bool):
     threads = FairThreads(1)
     first, second, waiting = Work(), Work(), Work()
     second.may_end.set()
@@ -68,7 +66,7 @@ async def test_whoever_leaves_keeps_its_turn_until_the_thread_ends(fails: bool) 
     assert not waiting.has_begun.is_set()
 
 
-async def test_a_tenant_has_its_turns_after_a_caller_that_leaves_as_it_gets_one() -> None:
+async def test_a_tenant_has_its_turns_after_a_caller_that_leaves_as_it_gets_one():
     threads, pool = FairThreads(1), ThreadPoolExecutor(1)
     loop = asyncio.get_running_loop()
     loop.set_default_executor(pool)
@@ -87,7 +85,7 @@ async def test_a_tenant_has_its_turns_after_a_caller_that_leaves_as_it_gets_one(
     assert not waiting.has_begun.is_set()
 
 
-async def test_a_tenant_rests_for_as_long_as_its_work_has_taken() -> None:
+async def test_a_tenant_rests_for_as_long_as_its_work_has_taken():
     readings = iter([0.0, 1e6, 0.0, 0.0, 0.0, 0.0])
     threads = FairThreads(2, lambda: next(readings))
     long, resting, other = Work(), Work(), Work()
@@ -106,7 +104,7 @@ async def test_a_tenant_rests_for_as_long_as_its_work_has_taken() -> None:
 @pytest.mark.parametrize(("fails", "rest_s"), [(False, 2.0), (True, 8.0)])
 async def test_a_tenant_rests_longer_after_work_that_fails(
     fails: bool, rest_s: float, monkeypatch: pytest.MonkeyPatch
-) -> None:
+):
     readings, rests = iter([0.0, 2.0]), list[float]()
     loop = asyncio.get_running_loop()
     monkeypatch.setattr(loop, "call_later", lambda delay_s, *rest: rests.append(delay_s))
@@ -116,13 +114,13 @@ async def test_a_tenant_rests_longer_after_work_that_fails(
     assert rests == [rest_s]
 
 
-async def test_a_tenant_has_its_next_turn_after_its_rest() -> None:
+async def test_a_tenant_has_its_next_turn_after_its_rest():
     readings = iter([0.0, 1e-3, 0.0, 0.0])
     threads = FairThreads(1, lambda: next(readings))
     for _ in range(2):
         assert await asyncio.wait_for(threads.run("a", lambda: "done"), MAX_WAIT_S) == "done"
 
 
-async def test_an_error_of_the_work_is_raised() -> None:
+async def test_an_error_of_the_work_is_raised():
     with pytest.raises(ZeroDivisionError):
         await FairThreads(1).run("", lambda: 1 // 0)

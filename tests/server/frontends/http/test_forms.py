@@ -1,7 +1,5 @@
 """Forms in place of JSON: what a browser and curl send becomes the same request, and nothing else is accepted."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any
@@ -46,7 +44,7 @@ async def post(rig: HttpServing, route: str, body: bytes, kind: str = "Bird-7", 
 
 
 @pytest.mark.parametrize(("route", "fields", "kind"), SKILLS)
-async def test_every_skill_takes_a_form_and_a_picture_alone(rig: HttpServing, route, fields, kind) -> None:
+async def test_every_skill_takes_a_form_and_a_picture_alone(rig: HttpServing, route, fields, kind):
     parts = [(FILE, PICTURE), *(text(name, value) for name, value in fields.items())]
     asked = await post(rig, route, form(*parts))
     query = "&".join(f"{name}={value.replace(' ', '+')}" for name, value in fields.items())
@@ -58,7 +56,7 @@ async def test_every_skill_takes_a_form_and_a_picture_alone(rig: HttpServing, ro
     assert first == second
 
 
-async def test_texts_become_the_values_that_json_would_have(rig: HttpServing) -> None:
+async def test_texts_become_the_values_that_json_would_have(rig: HttpServing):
     fields = {
         "question": "5",
         "stream": "false",
@@ -92,7 +90,7 @@ async def test_texts_become_the_values_that_json_would_have(rig: HttpServing) ->
     ("given", "stop"),
     [("[END]", ("[END]",)), ("5", ("5",)), ('"a"', ('"a"',)), ('["a"]', ("a",)), ("\r\n", ("\r\n",))],
 )
-async def test_a_stop_string_is_a_text_unless_it_is_a_list(rig: HttpServing, given: str, stop: Any) -> None:
+async def test_a_stop_string_is_a_text_unless_it_is_a_list(rig: HttpServing, given: str, stop: Any):
     answer = await post(rig, "query", form(text("question", "?"), text("settings.stop", given)))
     assert answer.status == 200
     assert rig.engine.requests[0].sampling.stop == stop
@@ -109,14 +107,14 @@ async def test_a_stop_string_is_a_text_unless_it_is_a_list(rig: HttpServing, giv
         'Content-Disposition: form-data; name="image"; filename="C:\\x\\"\r\nContent-Length: 3',
     ],
 )
-async def test_a_part_is_a_file_however_clients_name_it(rig: HttpServing, head: str) -> None:
+async def test_a_part_is_a_file_however_clients_name_it(rig: HttpServing, head: str):
     body = form((head, PICTURE), boundary="a b'()+_,-./:=?c")
     answer = await post(rig, "caption", body, '"a b\'()+_,-./:=?c"; charset=utf-8')
     assert answer.status == 200, answer.body
     assert rig.engine.requests[0].images == (PICTURE,)
 
 
-async def test_a_picture_may_be_a_text_as_in_json(rig: HttpServing) -> None:
+async def test_a_picture_may_be_a_text_as_in_json(rig: HttpServing):
     for name in ("image", "image_url"):
         assert (await post(rig, "caption", form(text(name, IMAGE_URL)))).status == 200
     empty = 'Content-Disposition: form-data; name="image"; filename=""\r\nContent-Type: application/octet-stream'
@@ -124,7 +122,7 @@ async def test_a_picture_may_be_a_text_as_in_json(rig: HttpServing) -> None:
     assert [request.images for request in rig.engine.requests] == [(IMAGE_BYTES,), (IMAGE_BYTES,), ()]
 
 
-async def test_an_address_may_have_bytes_of_utf_8_with_and_without_escapes(rig: HttpServing) -> None:
+async def test_an_address_may_have_bytes_of_utf_8_with_and_without_escapes(rig: HttpServing):
     headers = {"Content-Type": "application/octet-stream"}
     assert (await rig.ask("/v1/query?question=%C3%A9+%26", IMAGE_BYTES, headers=headers)).status == 200
     assert rig.engine.requests[0].text == "é &"
@@ -132,7 +130,7 @@ async def test_an_address_may_have_bytes_of_utf_8_with_and_without_escapes(rig: 
     assert answer.json["error"]["violations"] == [{"field": "question", "description": "is not text in UTF-8"}]
 
 
-async def test_a_refusal_lists_everything_that_is_wrong_with_a_form(rig: HttpServing) -> None:
+async def test_a_refusal_lists_everything_that_is_wrong_with_a_form(rig: HttpServing):
     parts = [
         text("object", "bird"),
         text("object", "plane"),
@@ -176,7 +174,7 @@ async def test_a_refusal_lists_everything_that_is_wrong_with_a_form(rig: HttpSer
 )
 async def test_what_is_given_twice_or_is_no_picture_is_named(
     rig: HttpServing, parts: Any, field: str, description: str
-) -> None:
+):
     answer = await post(rig, "caption", form(*parts))
     assert answer.status == 400
     found = {item["field"]: item["description"] for item in answer.json["error"]["violations"]}
@@ -208,7 +206,7 @@ async def test_what_is_given_twice_or_is_no_picture_is_named(
         form(text("question", "?"), text("constraint", '"' * 40_002)),
     ],
 )
-async def test_what_is_no_form_is_refused_in_one_sentence(rig: HttpServing, body: bytes) -> None:
+async def test_what_is_no_form_is_refused_in_one_sentence(rig: HttpServing, body: bytes):
     answer = await post(rig, "query", body)
     assert (answer.status, answer.json["error"]["code"]) == (400, "INVALID_REQUEST")
     assert len(answer.json["error"]["violations"]) == 1
@@ -216,24 +214,24 @@ async def test_what_is_no_form_is_refused_in_one_sentence(rig: HttpServing, body
 
 
 @pytest.mark.parametrize("kind", ["", '""', "a" * 71, '"a@b"', "a; boundary=b", '"a "'])
-async def test_a_boundary_that_cannot_be_one_is_refused(rig: HttpServing, kind: str) -> None:
+async def test_a_boundary_that_cannot_be_one_is_refused(rig: HttpServing, kind: str):
     answer = await post(rig, "caption", form((FILE, b"x"), boundary="a"), kind)
     assert [item["field"] for item in answer.json["error"]["violations"]] == ["content-type"]
 
 
-async def test_as_many_parts_as_are_allowed_are_read(rig: HttpServing) -> None:
+async def test_as_many_parts_as_are_allowed_are_read(rig: HttpServing):
     answer = await post(rig, "query", form(*[text(f"field{number}") for number in range(32)]))
     assert len(answer.json["error"]["violations"]) == 21  # the first twenty, and how many more
 
 
 @pytest.mark.parametrize("media_type", ["", "text/plain", "application/x-www-form-urlencoded", "multipart/mixed"])
-async def test_other_bodies_are_refused_with_what_is_accepted(rig: HttpServing, media_type: str) -> None:
+async def test_other_bodies_are_refused_with_what_is_accepted(rig: HttpServing, media_type: str):
     answer = await rig.ask("/v1/caption", IMAGE_BYTES, headers={"Content-Type": media_type})
     assert (answer.status, answer.json["error"]["code"]) == (415, "MEDIA_TYPE_UNSUPPORTED")
     assert "multipart/form-data or image/…" in answer.json["error"]["message"]
 
 
-async def test_a_form_is_bounded_as_every_message_and_its_picture_as_every_picture() -> None:
+async def test_a_form_is_bounded_as_every_message_and_its_picture_as_every_picture():
     async with serving_http(FakeEngine(max_image_bytes=1000), max_message_bytes=5000) as rig:
         picture = await post(rig, "caption", form((FILE, bytes(1001))))
         alone = await rig.ask("/v1/caption", bytes(1001), headers={"Content-Type": "image/png"})
@@ -251,7 +249,7 @@ async def test_a_form_is_bounded_as_every_message_and_its_picture_as_every_pictu
 
 
 @pytest.mark.parametrize("has_tokens", [False, True])
-async def test_pages_of_other_sites_cannot_send_forms(tmp_path: Path, has_tokens: bool) -> None:
+async def test_pages_of_other_sites_cannot_send_forms(tmp_path: Path, has_tokens: bool):
     site = "https://app.example"
     options: dict[str, Any] = {"tokens": tokens_in(tmp_path, alice='scopes = ["infer"]')} if has_tokens else {}
     known = bearer("alice") if has_tokens else {}
@@ -273,13 +271,13 @@ async def test_pages_of_other_sites_cannot_send_forms(tmp_path: Path, has_tokens
             rig.engine.requests.clear()
 
 
-async def test_a_form_is_streamed_as_json_is(rig: HttpServing) -> None:
+async def test_a_form_is_streamed_as_json_is(rig: HttpServing):
     answer = await post(rig, "caption", form((FILE, IMAGE_BYTES), text("stream", "true")))
     assert answer.headers["content-type"].startswith("text/event-stream")
     assert answer.events[-1]["completed"] is True
 
 
-async def test_the_openapi_document_has_the_forms(rig: HttpServing) -> None:
+async def test_the_openapi_document_has_the_forms(rig: HttpServing):
     document = (await rig.ask("/openapi.json")).json
     for route, fields, _ in SKILLS:
         content = document["paths"][f"/v1/{route}"]["post"]["requestBody"]["content"]
@@ -291,7 +289,7 @@ async def test_the_openapi_document_has_the_forms(rig: HttpServing) -> None:
     assert json.dumps(document).count('"multipart/form-data"') == len(SKILLS)
 
 
-async def test_points_in_forms_are_those_of_json(rig: HttpServing) -> None:
+async def test_points_in_forms_are_those_of_json(rig: HttpServing):
     assert (await post(rig, "gaze", form((FILE, b"x"), text("eye", "[0.5, 1]")))).status == 200
     (request,) = rig.engine.requests
     assert isinstance(request, Gaze)

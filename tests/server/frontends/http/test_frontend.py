@@ -1,7 +1,5 @@
 """The HTTP port as a whole: tokens, pages, deadlines, certificates, probes, draining."""
 
-from __future__ import annotations
-
 import asyncio
 import hashlib
 import ssl
@@ -43,7 +41,7 @@ def bearer(token: str) -> dict[str, str]:
     return {"Authorization": f"Bearer {token}"}
 
 
-async def test_a_call_needs_a_token_that_allows_it(tmp_path: Path) -> None:
+async def test_a_call_needs_a_token_that_allows_it(tmp_path: Path):
     file = tokens_in(tmp_path, alice='scopes = ["infer"]', root='scopes = ["admin"]')
     async with serving_http(tokens=file) as rig:
         refused = await rig.ask("/v1/query", QUERY)
@@ -59,7 +57,7 @@ async def test_a_call_needs_a_token_that_allows_it(tmp_path: Path) -> None:
         assert rig.engine.tenants == ["alice", "alice"]
 
 
-async def test_a_call_with_two_tokens_is_refused(tmp_path: Path) -> None:
+async def test_a_call_with_two_tokens_is_refused(tmp_path: Path):
     file = tokens_in(tmp_path, alice='scopes = ["infer"]', bob='scopes = ["infer"]')
     async with serving_http(tokens=file) as rig:
         for second in ("alice", "bob"):
@@ -75,7 +73,7 @@ async def test_a_call_with_two_tokens_is_refused(tmp_path: Path) -> None:
         assert rig.engine.requests == []
 
 
-async def test_a_timeout_is_a_number_of_seconds() -> None:
+async def test_a_timeout_is_a_number_of_seconds():
     async with serving_http() as rig:
         for wrong in ("1_0", "nan", "inf", "1e999", "1e9", "-1", "0", "0x10", "1.2.3", "", "soon"):
             refused = await rig.ask("/v1/query", QUERY, headers={"X-Request-Timeout": wrong})
@@ -85,7 +83,7 @@ async def test_a_timeout_is_a_number_of_seconds() -> None:
             assert (await rig.ask("/v1/query", QUERY, headers={"X-Request-Timeout": taken})).status == 200
 
 
-async def test_the_first_value_of_a_repeated_header_counts() -> None:
+async def test_the_first_value_of_a_repeated_header_counts():
     async with serving_http() as rig:
         for values, status in ((("10", "soon"), 200), (("soon", "10"), 400)):
             headers = dict(zip(("X-Request-Timeout", "x-request-timeout"), values, strict=True))
@@ -94,7 +92,7 @@ async def test_the_first_value_of_a_repeated_header_counts() -> None:
 
 async def test_a_connection_that_is_refused_again_and_again_waits_and_delays_no_other(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+):
     monkeypatch.setattr(refusals, "_BURST", 3.0)
     monkeypatch.setattr(refusals, "_PER_S", 0.001)
     file = tokens_in(tmp_path, alice='scopes = ["infer"]')
@@ -113,7 +111,7 @@ async def test_a_connection_that_is_refused_again_and_again_waits_and_delays_no_
 
 async def test_a_token_that_is_refused_again_and_again_waits_and_delays_no_other(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+):
     monkeypatch.setattr(refusals, "_TOKEN_BURST", 3.0)
     monkeypatch.setattr(refusals, "_MAX_TOKEN_DELAY_S", 1e6)
     monkeypatch.setattr(refusals, "_TOKEN_PER_S", 0.001)
@@ -130,7 +128,7 @@ async def test_a_token_that_is_refused_again_and_again_waits_and_delays_no_other
         assert (await waiting).status == 400
 
 
-async def test_a_call_is_refused_from_its_headers_before_its_body_has_come(tmp_path: Path) -> None:
+async def test_a_call_is_refused_from_its_headers_before_its_body_has_come(tmp_path: Path):
     file = tokens_in(tmp_path, alice='scopes = ["infer"]')
     async with serving_http(tokens=file) as rig, rig.connect() as connection:
         announced = {"Content-Type": "application/json", "Content-Length": "1000000"}
@@ -138,7 +136,7 @@ async def test_a_call_is_refused_from_its_headers_before_its_body_has_come(tmp_p
         assert (await connection.response()).status == 401
 
 
-async def test_a_rate_that_is_exceeded_is_a_status_with_the_time_to_wait(tmp_path: Path) -> None:
+async def test_a_rate_that_is_exceeded_is_a_status_with_the_time_to_wait(tmp_path: Path):
     file = tokens_in(tmp_path, alice='scopes = ["infer"], rate = 0.001, burst = 1')
     async with serving_http(tokens=file) as rig:
         assert (await rig.ask("/v1/query", QUERY, headers=bearer("alice"))).status == 200
@@ -147,7 +145,7 @@ async def test_a_rate_that_is_exceeded_is_a_status_with_the_time_to_wait(tmp_pat
     assert 900 < int(refused.headers["retry-after"]) <= 1000
 
 
-async def test_a_token_that_is_revoked_ends_its_stream_with_an_error(tmp_path: Path) -> None:
+async def test_a_token_that_is_revoked_ends_its_stream_with_an_error(tmp_path: Path):
     file = tokens_in(tmp_path, alice='scopes = ["infer"]')
     async with serving_http(FakeEngine(holds), tokens=file) as rig, rig.connect() as connection:
         await connection.send("/v1/query", {**QUERY, "stream": True}, headers=bearer("alice"))
@@ -159,7 +157,7 @@ async def test_a_token_that_is_revoked_ends_its_stream_with_an_error(tmp_path: P
         await rig.engine.is_idle.wait()
 
 
-async def test_pages_of_other_sites_are_refused() -> None:
+async def test_pages_of_other_sites_are_refused():
     async with serving_http() as rig:
         for headers in (
             {"Origin": "https://evil.example", "Content-Type": "text/plain"},
@@ -176,7 +174,7 @@ async def test_pages_of_other_sites_are_refused() -> None:
         assert rig.engine.requests == []
 
 
-async def test_pages_of_listed_sites_are_answered() -> None:
+async def test_pages_of_listed_sites_are_answered():
     async with serving_http(http_origins=(SITE,)) as rig:
         asked = {"Origin": SITE, "Access-Control-Request-Headers": "content-type,authorization"}
         for path, verb in (("query", "POST"), ("images", "PUT"), ("images/sha256:0", "DELETE")):
@@ -191,7 +189,7 @@ async def test_pages_of_listed_sites_are_answered() -> None:
         assert refused.status == 403
 
 
-async def test_compressed_bodies_are_refused() -> None:
+async def test_compressed_bodies_are_refused():
     async with serving_http() as rig:
         answer = await rig.ask("/v1/query", QUERY, headers={"Content-Encoding": "gzip"})
     assert (answer.status, answer.json["error"]["code"]) == (415, "MEDIA_TYPE_UNSUPPORTED")
@@ -199,7 +197,7 @@ async def test_compressed_bodies_are_refused() -> None:
 
 @pytest.mark.one_process("the time may be over when the request comes")
 @pytest.mark.parametrize("is_streamed", [False, True])
-async def test_a_deadline_ends_the_request(is_streamed: bool) -> None:
+async def test_a_deadline_ends_the_request(is_streamed: bool):
     def waits(request: Any) -> list[object]:
         return [HOLD]
 
@@ -213,14 +211,14 @@ async def test_a_deadline_ends_the_request(is_streamed: bool) -> None:
         await rig.engine.is_idle.wait()
 
 
-async def test_a_deadline_passes_while_the_body_is_awaited() -> None:
+async def test_a_deadline_passes_while_the_body_is_awaited():
     async with serving_http() as rig, rig.connect() as connection:
         head = {"X-Request-Timeout": "0.05", "Content-Type": "application/json", "Content-Length": "10"}
         await connection.send("/v1/query", verb="POST", headers=head)
         assert (await connection.response()).json["error"]["code"] == "DEADLINE_EXCEEDED"
 
 
-async def test_the_trace_and_the_id_of_a_caller_are_those_of_the_call() -> None:
+async def test_the_trace_and_the_id_of_a_caller_are_those_of_the_call():
     async with serving_http() as rig:
         taken = await rig.ask("/v1/query", QUERY, headers={"X-Request-Id": "my.id"})
         refused = await rig.ask("/v1/query", QUERY, headers={"X-Request-Id": "a b"})
@@ -228,7 +226,7 @@ async def test_the_trace_and_the_id_of_a_caller_are_those_of_the_call() -> None:
     assert refused.headers["x-request-id"] != "a b"
 
 
-async def test_calls_are_counted_as_on_grpc() -> None:
+async def test_calls_are_counted_as_on_grpc():
     async with serving_http() as rig:
         await rig.ask("/v1/query", QUERY)
         await rig.ask("/v1/query", {})
@@ -239,7 +237,7 @@ async def test_calls_are_counted_as_on_grpc() -> None:
 
 
 @pytest.mark.one_process("the test tells the engine, not the server's side of it")
-async def test_probes_follow_the_engine() -> None:
+async def test_probes_follow_the_engine():
     async with serving_http() as rig:
         assert [(await rig.ask(path)).status for path in ("/healthz", "/livez", "/readyz")] == [200, 200, 200]
         rig.engine.become(EngineStatus.RECOVERING)
@@ -248,7 +246,7 @@ async def test_probes_follow_the_engine() -> None:
         assert [(await rig.ask(path)).status for path in ("/healthz", "/livez", "/readyz")] == [503, 503, 503]
 
 
-async def test_probes_answer_whoever_asks() -> None:
+async def test_probes_answer_whoever_asks():
     heads = (
         b"GET %b HTTP/1.1\r\nHost: balancer.example\r\n\r\n",
         b"GET %b HTTP/1.1\r\nHost: localhost\r\nOrigin: https://evil.example\r\n\r\n",
@@ -270,7 +268,7 @@ async def test_probes_answer_whoever_asks() -> None:
                     assert await connection.reader.read() == b""
 
 
-async def test_head_answers_as_get_without_a_body() -> None:
+async def test_head_answers_as_get_without_a_body():
     async with serving_http() as rig, rig.connect() as connection:
         for path in ("/v1/models", "/metrics", "/openapi.json"):
             await connection.send(path, verb="HEAD")
@@ -282,7 +280,7 @@ async def test_head_answers_as_get_without_a_body() -> None:
         assert (await connection.head())[0] == 405
 
 
-async def test_a_request_names_one_host() -> None:
+async def test_a_request_names_one_host():
     async with serving_http() as rig, rig.connect() as connection:
         for hosts in (b"", b"Host: localhost\r\nHost: localhost\r\n"):
             connection.writer.write(b"GET /v1/models HTTP/1.1\r\n" + hosts + b"\r\n")
@@ -292,7 +290,7 @@ async def test_a_request_names_one_host() -> None:
         assert (await connection.response()).status == 200
 
 
-async def test_draining_lets_streams_finish_and_refuses_new_calls() -> None:
+async def test_draining_lets_streams_finish_and_refuses_new_calls():
     async with serving_http(FakeEngine(holds)) as rig, rig.connect() as streaming, rig.connect() as other:
         await streaming.send("/v1/query", {**QUERY, "stream": True})
         assert (await streaming.head())[0] == 200
@@ -314,7 +312,7 @@ async def test_draining_lets_streams_finish_and_refuses_new_calls() -> None:
         await other.ended()
 
 
-async def test_a_port_in_use_is_one_clear_error() -> None:
+async def test_a_port_in_use_is_one_clear_error():
     async with serving_http() as rig:
         config = ServerConfig(port=0, http_port=rig.server.http_port)
         other = Server(FakeEngine(), config)
@@ -334,7 +332,7 @@ async def asked_over_tls(rig: HttpServing, context: ssl.SSLContext) -> tuple[int
         writer.close()
 
 
-async def test_a_new_certificate_serves_new_connections(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_new_certificate_serves_new_connections(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(reloaded_files, "RELOAD_INTERVAL_S", 0.01)
     pair, authority = Pair.within(tmp_path), trustme.CA()
     pair.write(authority)
@@ -353,7 +351,7 @@ async def test_a_new_certificate_serves_new_connections(tmp_path: Path, monkeypa
             await plain.ended()
 
 
-async def test_a_certificate_of_the_client_is_asked_for(tmp_path: Path) -> None:
+async def test_a_certificate_of_the_client_is_asked_for(tmp_path: Path):
     pair, authority, clients = Pair.within(tmp_path), trustme.CA(), trustme.CA()
     pair.write(authority)
     client_ca = tmp_path / "clients.pem"

@@ -1,7 +1,5 @@
 """The JSON of a body: what is no Unicode or too long is named."""
 
-from __future__ import annotations
-
 import json
 from decimal import Decimal
 from typing import Any
@@ -31,7 +29,7 @@ CHAT = {"model": "fake", "messages": [{"role": "user", "content": "?"}]}
         ({"c\ud83d\ude00": "\ud83d\ude00"}, set()),
     ],
 )
-def test_each_half_of_a_surrogate_pair_has_a_place(document: dict[str, Any], places: set[str]) -> None:
+def test_each_half_of_a_surrogate_pair_has_a_place(document: dict[str, Any], places: set[str]):
     found: dict[str, str] = {}
     parsed = parse_json(json.dumps(document).encode(), found.__setitem__)
     assert found == dict.fromkeys(places, HALF)
@@ -39,13 +37,13 @@ def test_each_half_of_a_surrogate_pair_has_a_place(document: dict[str, Any], pla
     assert len(parsed) == len(document)
 
 
-def test_json_that_is_nested_too_deeply_is_refused_with_halves_too() -> None:
+def test_json_that_is_nested_too_deeply_is_refused_with_halves_too():
     with pytest.raises(InvalidRequest, match="nested"):
         parse_json(b'{"\\ud800":' + b"[" * 900 + b"]" * 900 + b"}", lambda path, description: None)
 
 
 @pytest.mark.parametrize("after", ["", "x" * 200_000], ids=["small", "with a long text"])
-def test_whole_numbers_have_a_limited_number_of_digits(after: str) -> None:
+def test_whole_numbers_have_a_limited_number_of_digits(after: str):
     def body(num_digits: int) -> bytes:
         return json.dumps({"text": after, "numbers": [10**num_digits - 1]}).encode()
 
@@ -54,7 +52,7 @@ def test_whole_numbers_have_a_limited_number_of_digits(after: str) -> None:
         parse_json(body(401), refuse)
 
 
-def test_numbers_of_a_schema_are_those_that_the_caller_wrote() -> None:
+def test_numbers_of_a_schema_are_those_that_the_caller_wrote():
     numbers = [
         "0.1234567890123456789",
         "9007199254740993.0",
@@ -118,7 +116,7 @@ FIELDS: tuple[tuple[str, dict[str, Any], str], ...] = (
 )
 
 
-async def test_half_of_a_surrogate_pair_is_refused_by_the_name_of_its_field() -> None:
+async def test_half_of_a_surrogate_pair_is_refused_by_the_name_of_its_field():
     async with serving_http() as rig:
         for path, body, field in FIELDS:
             answer = await rig.ask(f"/v1/{path}", body)
@@ -158,7 +156,7 @@ LONG_TEXTS: tuple[tuple[str, Any, str], ...] = (
 )
 
 
-async def test_a_text_that_is_too_long_is_refused_wherever_it_is() -> None:
+async def test_a_text_that_is_too_long_is_refused_wherever_it_is():
     async with serving_http() as rig:
         for path, body, named in LONG_TEXTS:
             answer = await rig.ask(f"/v1/{path}", body)
@@ -170,7 +168,7 @@ async def test_a_text_that_is_too_long_is_refused_wherever_it_is() -> None:
     "filling", ["x" * 20, 'x\\"' * 5, "x\\\\"], ids=["plain", "with quotes", "before a backslash"]
 )
 @pytest.mark.parametrize("more", [-1, 0, 1, 40_000], ids=["fewer", "the most", "one more", "far more"])
-def test_a_large_body_has_a_limited_number_of_texts_whatever_they_hold(filling: str, more: int) -> None:
+def test_a_large_body_has_a_limited_number_of_texts_whatever_they_hold(filling: str, more: int):
     body = ('{"a": [' + ", ".join([f'"{filling}"'] * (MAX_TEXTS - 1 + more)) + "]}").encode()
     body += b" " * max(0, 2**18 - len(body))  # smaller bodies are not checked
     if more > 0:
@@ -182,7 +180,7 @@ def test_a_large_body_has_a_limited_number_of_texts_whatever_they_hold(filling: 
 
 @pytest.mark.parametrize("length", [2**16 - 1, 2**16, 2**16 + 1])
 @pytest.mark.parametrize("before", ["", "x", 'x\\"'])
-def test_texts_are_long_from_one_length_on(length: int, before: str) -> None:
+def test_texts_are_long_from_one_length_on(length: int, before: str):
     text = "y" * length
     others = json.dumps(["z" * 1000] * 140)
     found = parse_json(f'{{"a": "{before}", "b": "{text}", "c": {others}}}'.encode(), refuse)

@@ -1,7 +1,5 @@
 """The OpenAPI document describes every operation, with the fields that its parser reads."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest
@@ -26,7 +24,7 @@ BODIES = {
 }
 
 
-async def test_the_document_has_every_route_of_both_apis(rig: HttpServing) -> None:
+async def test_the_document_has_every_route_of_both_apis(rig: HttpServing):
     document = (await rig.ask("/openapi.json")).json
     paths: dict[str, Any] = document["paths"]
     images, models = ("/v1/images", "/v1/images/{image_id}"), ("/v1/models", "/v1/models/{model}")
@@ -56,7 +54,7 @@ async def test_the_document_has_every_route_of_both_apis(rig: HttpServing) -> No
 
 
 @pytest.mark.parametrize("path", BODIES)
-async def test_the_examples_of_required_fields_make_a_request(rig: HttpServing, path: str) -> None:
+async def test_the_examples_of_required_fields_make_a_request(rig: HttpServing, path: str):
     body: type[Body] = BODIES[path]
     # An object is required where there are no objects.
     either = {"object": "bird"} if "objects" in body.model_fields else {}

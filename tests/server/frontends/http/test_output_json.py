@@ -1,7 +1,5 @@
 """Results of the engine as JSON, byte for byte."""
 
-from __future__ import annotations
-
 import json
 
 import pytest
@@ -48,16 +46,16 @@ THOUGHT = Reasoning("A bird.", (Grounding(2, 6, (PLACE,)),))
         ),
     ],
 )
-def test_results_as_json(output: QueryOutput | CaptionOutput | PointOutput | DetectOutput, expected: bytes) -> None:
+def test_results_as_json(output: QueryOutput | CaptionOutput | PointOutput | DetectOutput, expected: bytes):
     assert to_json(result(output, objects, pairs)) == expected
 
 
-def test_points_are_objects_or_pairs() -> None:
+def test_points_are_objects_or_pairs():
     assert objects([PLACE]) == [{"x": 0.5, "y": 0.25}]
     assert pairs([PLACE]) == [(0.5, 0.25)]
 
 
-def test_objects_have_their_scores_and_pairs_have_them_next_to_them() -> None:
+def test_objects_have_their_scores_and_pairs_have_them_next_to_them():
     places, scores = (PLACE, Location(1.0, 0.0)), (0.5, 0.0)
     boxes = result(DetectOutput((Box(0.0, 0.25, 0.5, 1.0),), (0.75,)), pairs, pairs)
     assert boxes == {"objects": [{"x_min": 0.0, "y_min": 0.25, "x_max": 0.5, "y_max": 1.0, "score": 0.75}]}
@@ -69,21 +67,21 @@ def test_objects_have_their_scores_and_pairs_have_them_next_to_them() -> None:
     }
 
 
-def test_text_is_sent_as_utf_8_and_half_a_surrogate_pair_as_a_question_mark() -> None:
+def test_text_is_sent_as_utf_8_and_half_a_surrogate_pair_as_a_question_mark():
     assert to_json({"chunk": "\u9e1f\n"}) == '{"chunk":"\u9e1f\\n"}'.encode()
     assert to_json({"chunk": "\ud83d"}) == b'{"chunk":"?"}'
 
 
-def test_an_event_is_one_line_of_data() -> None:
+def test_an_event_is_one_line_of_data():
     assert sent_event({"chunk": "a\n\nb"}) == b'data: {"chunk":"a\\n\\nb"}\n\n'
 
 
-def test_every_finish_reason_has_a_name() -> None:
+def test_every_finish_reason_has_a_name():
     assert FINISH_REASONS.keys() == set(FinishReason)
 
 
 @pytest.mark.parametrize("number", [float("nan"), float("inf"), float("-inf")])
-def test_numbers_that_json_does_not_have_are_refused(number: float) -> None:
+def test_numbers_that_json_does_not_have_are_refused(number: float):
     for facts in (number, {"logprob": number}, {"objects": [{"x_min": number}]}, [[1.0, number]]):
         with pytest.raises(ValueError, match="not JSON compliant"):
             to_json(facts)

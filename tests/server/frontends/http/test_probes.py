@@ -1,7 +1,5 @@
 """The port for machines, asked over a real socket."""
 
-from __future__ import annotations
-
 import asyncio
 from collections.abc import AsyncIterator, Collection
 from contextlib import suppress

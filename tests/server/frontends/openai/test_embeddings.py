@@ -1,7 +1,5 @@
 """`/v1/embeddings`: pictures in the forms of several clients, and vectors in both encodings."""
 
-from __future__ import annotations
-
 import base64
 import struct
 from typing import Any

@@ -1,7 +1,5 @@
 """`/v1/responses`: what reaches the engine, the objects and events of answers, and what is refused."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Sequence
 from typing import Any

@@ -1,7 +1,5 @@
 """OpenAI's routes over HTTP: shapes of requests, answers, chunks and errors."""
 
-from __future__ import annotations
-
 import base64
 import json
 from typing import Any
@@ -436,7 +434,7 @@ async def test_parameters_at_the_value_that_asks_for_nothing_are_taken(rig: Http
         ),
     ],
 )
-async def test_a_response_format_is_a_constraint(rig: HttpServing, given: Any, expected: Any) -> None:
+async def test_a_response_format_is_a_constraint(rig: HttpServing, given: Any, expected: Any):
     assert (await rig.ask(CHAT, chat(TEXT, response_format=given))).status == 200
     (query,) = rig.engine.requests
     assert isinstance(query, Query)
@@ -460,7 +458,7 @@ async def test_a_response_format_is_a_constraint(rig: HttpServing, given: Any, e
         ("json_object", "response_format"),
     ],
 )
-async def test_a_response_format_that_cannot_be_used_is_refused(rig: HttpServing, given: Any, param: str) -> None:
+async def test_a_response_format_that_cannot_be_used_is_refused(rig: HttpServing, given: Any, param: str):
     answer = await rig.ask(CHAT, chat(TEXT, response_format=given))
     assert rig.engine.requests == []
     assert (answer.status, answer.json["error"]["param"]) == (400, param)

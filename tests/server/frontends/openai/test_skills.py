@@ -1,7 +1,5 @@
 """Skills by the name of a model, or by the field `skill`."""
 
-from __future__ import annotations
-
 import json
 from typing import Any
 

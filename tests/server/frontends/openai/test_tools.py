@@ -1,7 +1,5 @@
 """Tools in chats: which answers are constrained, how calls are written, and what is refused."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
@@ -297,7 +295,7 @@ async def test_schemas_of_tools_that_are_not_called_need_not_be_usable(rig: Http
 
 
 @pytest.mark.parametrize("size", [1, 2, 7, 100])
-async def test_arguments_are_the_same_in_pieces_of_any_size(size: int) -> None:
+async def test_arguments_are_the_same_in_pieces_of_any_size(size: int):
     text = '{"name": "a.b", "arguments": {"x": "}\\n\\u00e4", "y": {}}}'
     reader = CallReader(("a", "a.b"))
     found = "".join(reader.push(text[start : start + size]) for start in range(0, len(text), size))

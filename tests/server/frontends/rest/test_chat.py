@@ -1,7 +1,5 @@
 """`/v1/chat` of the REST API: turns and images in, an answer out."""
 
-from __future__ import annotations
-
 import base64
 from typing import Any
 
@@ -26,7 +24,7 @@ def turn(**fields: Any) -> dict[str, Any]:
     return {"role": "user", "content": "What?", **fields}
 
 
-async def test_a_conversation_reaches_the_engine_with_its_images(rig: HttpServing) -> None:
+async def test_a_conversation_reaches_the_engine_with_its_images(rig: HttpServing):
     body = {
         "messages": MESSAGES,
         "reasoning": True,
@@ -47,7 +45,7 @@ async def test_a_conversation_reaches_the_engine_with_its_images(rig: HttpServin
     assert (answer.status, answer.json["answer"], answer.json["reasoning"]["text"]) == (200, "a kestrel", "A bird.")
 
 
-async def test_a_conversation_is_streamed(rig: HttpServing) -> None:
+async def test_a_conversation_is_streamed(rig: HttpServing):
     answer = await rig.ask("/v1/chat", {"messages": MESSAGES, "stream": True})
     events = answer.events
     assert "".join(event.get("chunk", "") for event in events) == "a kestrel"
@@ -74,12 +72,12 @@ async def test_a_conversation_is_streamed(rig: HttpServing) -> None:
         ),
     ],
 )
-async def test_every_violation_names_its_place(rig: HttpServing, messages: list[Any], fields: list[str]) -> None:
+async def test_every_violation_names_its_place(rig: HttpServing, messages: list[Any], fields: list[str]):
     answer = await rig.ask("/v1/chat", {"messages": messages})
     assert (answer.status, rig.engine.requests) == (400, [])
     assert sorted(item["field"] for item in answer.json["error"]["violations"]) == fields
 
 
-async def test_a_conversation_is_no_form(rig: HttpServing) -> None:
+async def test_a_conversation_is_no_form(rig: HttpServing):
     answer = await rig.ask("/v1/chat", {"messages": [turn()], "image_url": IMAGE_URL})
     assert [item["field"] for item in answer.json["error"]["violations"]] == ["image_url"]

@@ -1,7 +1,5 @@
 """`/v1/images`: files that are stored, described and deleted, and requests that name them."""
 
-from __future__ import annotations
-
 import hashlib
 from pathlib import Path
 

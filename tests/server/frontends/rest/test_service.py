@@ -1,7 +1,5 @@
 """The REST API over HTTP: shapes of requests, answers, streams and failures."""
 
-from __future__ import annotations
-
 import base64
 import json
 import struct
@@ -72,9 +70,7 @@ def with_metrics(**result: Any) -> dict[str, Any]:
         (None, None),
     ],
 )
-async def test_a_query_takes_each_kind_of_constraint(
-    rig: HttpServing, given: Any, expected: Constraint | None
-) -> None:
+async def test_a_query_takes_each_kind_of_constraint(rig: HttpServing, given: Any, expected: Constraint | None):
     assert (await rig.ask("/v1/query", {"question": "?", "constraint": given})).status == 200
     (query,) = rig.engine.requests
     assert isinstance(query, Query)

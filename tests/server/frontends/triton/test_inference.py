@@ -1,7 +1,5 @@
 """`ModelInfer` and `ModelStreamInfer` over the wire, with stubs of our own."""
 
-from __future__ import annotations
-
 import asyncio
 from typing import Any
 
@@ -25,7 +23,7 @@ pytestmark = BOTH_CHANNELS
 STRICT = (("triton_grpc_error", "true"),)
 
 
-async def test_one_request_has_one_answer() -> None:
+async def test_one_request_has_one_answer():
     async with serving() as rig:
         triton = TritonStub(rig.channel)
         response = await triton.ModelInfer(query("42"))
@@ -46,7 +44,7 @@ async def test_one_request_has_one_answer() -> None:
     }
 
 
-async def test_inputs_may_be_in_typed_contents() -> None:
+async def test_inputs_may_be_in_typed_contents():
     message = infer(SKILL="query", QUESTION="?", MAX_TOKENS=3)
     for tensor, (field, value) in zip(
         message.inputs,
@@ -60,7 +58,7 @@ async def test_inputs_may_be_in_typed_contents() -> None:
     assert rig.engine.requests == [Query("?", sampling=SamplingParams(max_tokens=3))]
 
 
-async def test_a_streamed_answer_comes_in_pieces_and_then_as_a_whole() -> None:
+async def test_a_streamed_answer_comes_in_pieces_and_then_as_a_whole():
     async with serving() as rig:
         responses = await answers(
             TritonStub(rig.channel).ModelStreamInfer(iterate(query("7", STREAM=True, REASONING=True)))
@@ -77,7 +75,7 @@ async def test_a_streamed_answer_comes_in_pieces_and_then_as_a_whole() -> None:
 
 
 @pytest.mark.parametrize("streams", [False, True])
-async def test_the_empty_last_response_comes_where_it_is_asked_for(streams: bool) -> None:
+async def test_the_empty_last_response_comes_where_it_is_asked_for(streams: bool):
     message = query("7", STREAM=streams, parameters={"triton_enable_empty_final_response": True})
     async with serving() as rig:
         *others, last = await answers(TritonStub(rig.channel).ModelStreamInfer(iterate(message)))
@@ -88,7 +86,7 @@ async def test_the_empty_last_response_comes_where_it_is_asked_for(streams: bool
     assert not any(response.infer_response.parameters[FINAL].bool_param for response in others)
 
 
-async def test_many_requests_of_one_stream_run_at_a_time() -> None:
+async def test_many_requests_of_one_stream_run_at_a_time():
     count = 64
     script = lambda request: [HOLD, *scripted(request)]  # noqa: E731 a name helps the reader
     async with serving(FakeEngine(script)) as rig:
@@ -111,7 +109,7 @@ async def test_many_requests_of_one_stream_run_at_a_time() -> None:
     assert len(request_ids) == count
 
 
-async def test_a_failed_request_leaves_the_stream_open() -> None:
+async def test_a_failed_request_leaves_the_stream_open():
     async with serving() as rig:
         call = TritonStub(rig.channel).ModelStreamInfer()
         await call.write(query("bad", QUESTION=""))
@@ -135,7 +133,7 @@ async def test_a_failed_request_leaves_the_stream_open() -> None:
         ({"SKILL": "gaze"}, "EYE: is required"),
     ],
 )
-async def test_inputs_that_cannot_be_used_are_refused_by_their_name(inputs: dict[str, Any], told: str) -> None:
+async def test_inputs_that_cannot_be_used_are_refused_by_their_name(inputs: dict[str, Any], told: str):
     async with serving() as rig:
         with pytest.raises(grpc.aio.AioRpcError) as caught:
             await TritonStub(rig.channel).ModelInfer(query(**inputs))
@@ -143,7 +141,7 @@ async def test_inputs_that_cannot_be_used_are_refused_by_their_name(inputs: dict
     assert (caught.value.code(), caught.value.details()) == (grpc.StatusCode.INVALID_ARGUMENT, told)
 
 
-async def test_a_single_answer_cannot_be_streamed() -> None:
+async def test_a_single_answer_cannot_be_streamed():
     async with serving() as rig:
         with pytest.raises(grpc.aio.AioRpcError) as caught:
             await TritonStub(rig.channel).ModelInfer(query(STREAM=True))
@@ -154,7 +152,7 @@ async def test_a_single_answer_cannot_be_streamed() -> None:
 @pytest.mark.parametrize(
     ("number", "priority"), [(0, "NORMAL"), (1, "INTERACTIVE"), (2, "NORMAL"), (3, "BATCH"), (9, "NORMAL")]
 )
-async def test_priority_and_timeout_reach_the_engine(number: int, priority: str) -> None:
+async def test_priority_and_timeout_reach_the_engine(number: int, priority: str):
     message = query(parameters={"priority": number, "timeout": 5_000_000})
     async with serving() as rig:
         await TritonStub(rig.channel).ModelInfer(message)
@@ -164,7 +162,7 @@ async def test_priority_and_timeout_reach_the_engine(number: int, priority: str)
     assert 4.0 < deadline_s <= 5.0
 
 
-async def test_cancelling_the_stream_cancels_all_of_its_requests() -> None:
+async def test_cancelling_the_stream_cancels_all_of_its_requests():
     async with serving(FakeEngine(lambda request: [HOLD])) as rig:
         call = TritonStub(rig.channel).ModelStreamInfer()
         for index in range(8):
@@ -176,7 +174,7 @@ async def test_cancelling_the_stream_cancels_all_of_its_requests() -> None:
     assert rig.engine.num_cancelled == 8
 
 
-async def test_cancelling_a_single_request_cancels_it() -> None:
+async def test_cancelling_a_single_request_cancels_it():
     async with serving(FakeEngine(lambda request: [HOLD])) as rig:
         call = TritonStub(rig.channel).ModelInfer(query())
         await rig.engine.num_submitted.acquire()

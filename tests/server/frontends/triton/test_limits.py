@@ -1,7 +1,5 @@
 """Tokens, limits, metrics and the end of the server, for requests that come in streams."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 import logging
@@ -48,7 +46,7 @@ async def refused(call: Any) -> grpc.aio.AioRpcError:
     return caught.value
 
 
-async def test_without_a_token_there_are_only_probes(tmp_path: Path) -> None:
+async def test_without_a_token_there_are_only_probes(tmp_path: Path):
     async with serving(tokens=write_tokens(tmp_path / "tokens")) as rig:
         triton = TritonStub(rig.channel)
         assert (await triton.ServerReady(wire.ServerReadyRequest())).ready
@@ -68,7 +66,7 @@ async def test_without_a_token_there_are_only_probes(tmp_path: Path) -> None:
     assert rig.engine.tenants == ["alice"]
 
 
-async def test_each_request_of_a_stream_counts_for_its_token(tmp_path: Path) -> None:
+async def test_each_request_of_a_stream_counts_for_its_token(tmp_path: Path):
     tokens = write_tokens(tmp_path / "tokens", ", rate = 0.001, burst = 2")
     async with serving(tokens=tokens) as rig:
         messages = [query(f"{index}") for index in range(4)]
@@ -80,7 +78,7 @@ async def test_each_request_of_a_stream_counts_for_its_token(tmp_path: Path) -> 
     assert text == "the token 'alice' allows at most 0.001 requests per second, and 2 at once"
 
 
-async def test_a_stream_takes_nothing_of_the_concurrency_of_its_token(tmp_path: Path) -> None:
+async def test_a_stream_takes_nothing_of_the_concurrency_of_its_token(tmp_path: Path):
     tokens = write_tokens(tmp_path / "tokens", ", concurrency = 1")
     async with serving(FakeEngine(holds), tokens=tokens) as rig:
         call = await open_stream(rig, query("first"), metadata=ALICE)
@@ -99,7 +97,7 @@ async def test_a_stream_takes_nothing_of_the_concurrency_of_its_token(tmp_path: 
         assert await call.read() is EOF
 
 
-async def test_a_token_that_is_revoked_ends_its_streams_and_their_requests(tmp_path: Path) -> None:
+async def test_a_token_that_is_revoked_ends_its_streams_and_their_requests(tmp_path: Path):
     path = tmp_path / "tokens"
     async with serving(FakeEngine(holds), tokens=write_tokens(path)) as rig:
         call = await open_stream(rig, query(), metadata=ALICE)
@@ -112,7 +110,7 @@ async def test_a_token_that_is_revoked_ends_its_streams_and_their_requests(tmp_p
     assert rig.engine.num_cancelled == 1
 
 
-async def test_a_full_queue_is_told_for_the_request_that_found_it_full() -> None:
+async def test_a_full_queue_is_told_for_the_request_that_found_it_full():
     async with serving(FakeEngine(holds, max_queued_requests=1)) as rig:
         call = await open_stream(rig, query("runs"))
         await rig.engine.num_submitted.acquire()
@@ -128,7 +126,7 @@ async def test_a_full_queue_is_told_for_the_request_that_found_it_full() -> None
         assert not (await call.read()).error_message
 
 
-async def test_requests_of_a_stream_are_logged_and_counted_one_by_one(caplog: pytest.LogCaptureFixture) -> None:
+async def test_requests_of_a_stream_are_logged_and_counted_one_by_one(caplog: pytest.LogCaptureFixture):
     outcomes = iter([scripted, lambda request: [ImageError("is broken")]])
     with caplog.at_level(logging.INFO, "kestrel_grpc.calls"):
         async with serving(FakeEngine(lambda request: next(outcomes)(request))) as rig:
@@ -146,7 +144,7 @@ async def test_requests_of_a_stream_are_logged_and_counted_one_by_one(caplog: py
     ]
 
 
-async def test_a_stream_that_ends_with_a_status_is_recorded_once(caplog: pytest.LogCaptureFixture) -> None:
+async def test_a_stream_that_ends_with_a_status_is_recorded_once(caplog: pytest.LogCaptureFixture):
     with caplog.at_level(logging.INFO, "kestrel_grpc.calls"):
         async with serving() as rig:
             call = await open_stream(rig, query(QUESTION=""), metadata=(("triton_grpc_error", "true"),))
@@ -154,7 +152,7 @@ async def test_a_stream_that_ends_with_a_status_is_recorded_once(caplog: pytest.
     assert len([record for record in caplog.records if record.name == "kestrel_grpc.calls"]) == 1
 
 
-async def test_an_error_of_the_server_tells_nothing_about_itself() -> None:
+async def test_an_error_of_the_server_tells_nothing_about_itself():
     async with serving(FakeEngine(lambda request: [RuntimeError("a secret")])) as rig:
         call = await open_stream(rig, query())
         rig.engine.die()
@@ -162,7 +160,7 @@ async def test_an_error_of_the_server_tells_nothing_about_itself() -> None:
     assert "secret" not in response.error_message
 
 
-async def test_a_draining_server_waits_for_requests_but_not_for_streams() -> None:
+async def test_a_draining_server_waits_for_requests_but_not_for_streams():
     async with serving(FakeEngine(holds), drain_timeout=3600.0) as rig:
         call = await open_stream(rig, query("runs"))
         idle = await open_stream(rig, query("before", QUESTION=""))
@@ -178,7 +176,7 @@ async def test_a_draining_server_waits_for_requests_but_not_for_streams() -> Non
         await drain
 
 
-async def test_where_too_many_streams_wait_the_one_that_waits_longest_ends(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_where_too_many_streams_wait_the_one_that_waits_longest_ends(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr("kestrel_grpc.calls.call_groups.MAX_WAITING_STREAMS", 2)
     async with serving() as rig:
         streams = []
@@ -193,7 +191,7 @@ async def test_where_too_many_streams_wait_the_one_that_waits_longest_ends(monke
             stream.cancel()
 
 
-async def test_many_callers_that_wait_for_each_answer_may_have_a_stream_each() -> None:
+async def test_many_callers_that_wait_for_each_answer_may_have_a_stream_each():
     num_streams = 3 * call_groups.MAX_WAITING_STREAMS
     may_answer = [asyncio.Event() for _ in range(num_streams)]
 
@@ -214,14 +212,14 @@ async def test_many_callers_that_wait_for_each_answer_may_have_a_stream_each() -
             assert await stream.read() is EOF
 
 
-async def test_a_message_that_is_none_ends_the_stream_with_a_status() -> None:
+async def test_a_message_that_is_none_ends_the_stream_with_a_status():
     async with serving() as rig:
         call = rig.channel.stream_stream("/inference.GRPCInferenceService/ModelStreamInfer")(iterate(b"\xff" * 9))
         error = await refused(call)
     assert (error.code(), error.details()) == (grpc.StatusCode.INVALID_ARGUMENT, "the message cannot be parsed")
 
 
-async def test_large_images_pass_and_other_large_fields_do_not() -> None:
+async def test_large_images_pass_and_other_large_fields_do_not():
     async with serving() as rig:
         triton = TritonStub(rig.channel)
         await triton.ModelInfer(query(IMAGE=b"x" * 4 * 2**20))
@@ -235,7 +233,7 @@ async def test_large_images_pass_and_other_large_fields_do_not() -> None:
     assert "apart from its image" in (error.details() or "")
 
 
-async def test_answers_are_json_in_utf_8() -> None:
+async def test_answers_are_json_in_utf_8():
     async with serving() as rig:
         response = await TritonStub(rig.channel).ModelInfer(query(QUESTION="é"))
     assert json.loads(response.raw_output_contents[0][4:])["answer"]

@@ -1,7 +1,5 @@
 """What the server tells Triton's clients about itself and its model."""
 
-from __future__ import annotations
-
 import asyncio
 from typing import Any
 
@@ -20,7 +18,7 @@ from tests.server.serving import IMAGE, reason_of, serving
 from tests.server.triton_calls import TritonStub, answers, iterate, query
 
 
-async def test_probes_follow_the_engine() -> None:
+async def test_probes_follow_the_engine():
     async with serving() as rig:
         triton = TritonStub(rig.channel)
         for expected in (True, False):
@@ -36,7 +34,7 @@ async def test_probes_follow_the_engine() -> None:
         assert health.status == HealthCheckResponse.NOT_SERVING
 
 
-async def test_a_name_that_the_server_does_not_have_is_not_ready() -> None:
+async def test_a_name_that_the_server_does_not_have_is_not_ready():
     asked = [("moondream", "1"), ("fake", ""), ("", ""), ("Moondream", ""), ("moondream", "x"), ("x" * 100_000, "")]
     async with serving() as rig:
         triton = TritonStub(rig.channel)
@@ -48,7 +46,7 @@ async def test_a_name_that_the_server_does_not_have_is_not_ready() -> None:
         assert "ModelReady" not in rig.server.metrics_text().decode()
 
 
-async def test_the_model_is_described() -> None:
+async def test_the_model_is_described():
     async with serving() as rig:
         triton = TritonStub(rig.channel)
         metadata = await triton.ModelMetadata(wire.ModelMetadataRequest(name="moondream", version="1"))
@@ -80,7 +78,7 @@ async def test_the_model_is_described() -> None:
     assert list(server.extensions) == ["model_configuration", "model_repository", "statistics", "parameters"]
 
 
-async def test_the_model_has_the_name_of_the_engine_too() -> None:
+async def test_the_model_has_the_name_of_the_engine_too():
     async with serving() as rig:
         metadata = await TritonStub(rig.channel).ModelMetadata(wire.ModelMetadataRequest(name="fake"))
     assert metadata.name == "fake"
@@ -93,7 +91,7 @@ async def test_the_model_has_the_name_of_the_engine_too() -> None:
         ("moondream", "9", "Request for unknown model: 'moondream' version 9 is not found"),
     ],
 )
-async def test_other_models_are_unknown(name: str, version: str, text: str) -> None:
+async def test_other_models_are_unknown(name: str, version: str, text: str):
     asked = query()
     asked.model_name, asked.model_version = name, version
     async with serving() as rig:
@@ -112,7 +110,7 @@ async def test_other_models_are_unknown(name: str, version: str, text: str) -> N
             assert reason_of(caught.value) == "MODEL_NOT_FOUND"
 
 
-async def test_statistics_count_requests_and_their_nanoseconds() -> None:
+async def test_statistics_count_requests_and_their_nanoseconds():
     outcomes = iter([scripted, lambda request: [ImageError("is broken")], scripted])
     async with serving(FakeEngine(lambda request: next(outcomes)(request))) as rig:
         triton = TritonStub(rig.channel)
@@ -130,7 +128,7 @@ async def test_statistics_count_requests_and_their_nanoseconds() -> None:
     assert stats.last_inference > 1_600_000_000_000
 
 
-async def test_calls_of_other_apis_do_not_change_the_statistics_of_triton() -> None:
+async def test_calls_of_other_apis_do_not_change_the_statistics_of_triton():
     async with serving(http_port=0) as rig:
         triton = TritonStub(rig.channel)
         await triton.ModelInfer(query())
@@ -149,7 +147,7 @@ async def test_calls_of_other_apis_do_not_change_the_statistics_of_triton() -> N
     )
 
 
-async def test_a_request_of_a_stream_whose_caller_leaves_counts_as_failed() -> None:
+async def test_a_request_of_a_stream_whose_caller_leaves_counts_as_failed():
     async with serving(FakeEngine(lambda request: [HOLD])) as rig:
         triton = TritonStub(rig.channel)
         call = triton.ModelStreamInfer(iterate(query()))
@@ -171,7 +169,7 @@ async def test_a_request_of_a_stream_whose_caller_leaves_counts_as_failed() -> N
         *("CudaSharedMemoryStatus", "CudaSharedMemoryRegister", "CudaSharedMemoryUnregister"),
     ],
 )
-async def test_what_is_not_supported_says_so(name: str) -> None:
+async def test_what_is_not_supported_says_so(name: str):
     async with serving() as rig:
         with pytest.raises(grpc.aio.AioRpcError) as caught:
             await getattr(TritonStub(rig.channel), name)(getattr(wire, f"{name}Request")())
@@ -180,7 +178,7 @@ async def test_what_is_not_supported_says_so(name: str) -> None:
     assert caught.value.details() != "Method not found!"
 
 
-async def test_the_frontend_can_be_off_and_can_have_a_port_of_its_own() -> None:
+async def test_the_frontend_can_be_off_and_can_have_a_port_of_its_own():
     async with serving(triton=False) as rig:
         with pytest.raises(grpc.aio.AioRpcError) as caught:
             await TritonStub(rig.channel).ServerLive(wire.ServerLiveRequest())
@@ -193,7 +191,7 @@ async def test_the_frontend_can_be_off_and_can_have_a_port_of_its_own() -> None:
         assert (await TritonStub(channel).ServerLive(wire.ServerLiveRequest())).live
 
 
-async def test_a_dead_engine_is_alive_to_nobody_but_the_live_probe() -> None:
+async def test_a_dead_engine_is_alive_to_nobody_but_the_live_probe():
     async with serving() as rig:
         rig.engine.become(EngineStatus.RECOVERING)
         triton = TritonStub(rig.channel)

@@ -1,7 +1,5 @@
 """Inputs in shared memory: who may name which memory, and what happens when it changes."""
 
-from __future__ import annotations
-
 import os
 import secrets
 from collections.abc import Iterator
@@ -44,7 +42,7 @@ def refusal(caught: pytest.ExceptionInfo[InvalidRequest]) -> str:
     return violation.description
 
 
-async def test_a_part_of_a_region_is_copied(memory: SharedMemory) -> None:
+async def test_a_part_of_a_region_is_copied(memory: SharedMemory):
     memory.register(call_of(), "image", "/kestrel-a", 2, 6)
     assert await memory.read(call_of(), "image", 0, 6) == b"234567"
     assert await memory.read(call_of(), "image", 1, 2) == b"34"
@@ -54,14 +52,14 @@ async def test_a_part_of_a_region_is_copied(memory: SharedMemory) -> None:
 
 
 @pytest.mark.parametrize(("offset", "num_bytes"), [(0, 7), (6, 1), (-1, 2), (0, -1), (2**62, 1)])
-async def test_nothing_outside_of_a_region_is_read(memory: SharedMemory, offset: int, num_bytes: int) -> None:
+async def test_nothing_outside_of_a_region_is_read(memory: SharedMemory, offset: int, num_bytes: int):
     memory.register(call_of(), "image", "/kestrel-a", 2, 6)
     with pytest.raises(InvalidRequest) as caught:
         await memory.read(call_of(), "image", offset, num_bytes)
     assert "Invalid offset" in refusal(caught)
 
 
-async def test_memory_that_is_shortened_later_is_an_error(memory: SharedMemory, tmp_path: Path) -> None:
+async def test_memory_that_is_shortened_later_is_an_error(memory: SharedMemory, tmp_path: Path):
     memory.register(call_of(), "image", "kestrel-a", 0, 10)
     os.truncate(tmp_path / "kestrel-a", 4)
     with pytest.raises(InvalidRequest) as caught:
@@ -69,7 +67,7 @@ async def test_memory_that_is_shortened_later_is_an_error(memory: SharedMemory, 
     assert "shorter than registered" in refusal(caught)
 
 
-async def test_memory_whose_name_is_gone_is_still_read(memory: SharedMemory, tmp_path: Path) -> None:
+async def test_memory_whose_name_is_gone_is_still_read(memory: SharedMemory, tmp_path: Path):
     memory.register(call_of(), "image", "kestrel-a", 0, 10)
     (tmp_path / "kestrel-a").unlink()
     assert await memory.read(call_of(), "image", 0, 10) == b"0123456789"
@@ -78,13 +76,13 @@ async def test_memory_whose_name_is_gone_is_still_read(memory: SharedMemory, tmp
 @pytest.mark.parametrize(
     "key", ["other", "/other", "", "/", "kestrel-/../other", "../kestrel-a", "//kestrel-a", "kestrel-\0"]
 )
-def test_only_names_with_the_prefix_are_opened(memory: SharedMemory, key: str) -> None:
+def test_only_names_with_the_prefix_are_opened(memory: SharedMemory, key: str):
     with pytest.raises(InvalidRequest) as caught:
         memory.register(call_of(), "image", key, 0, 1)
     assert "begins with 'kestrel-'" in refusal(caught)
 
 
-def test_only_regular_files_are_opened(memory: SharedMemory, tmp_path: Path) -> None:
+def test_only_regular_files_are_opened(memory: SharedMemory, tmp_path: Path):
     os.mkfifo(tmp_path / "kestrel-pipe")
     (tmp_path / "kestrel-link").symlink_to(tmp_path / "other")
     (tmp_path / "kestrel-folder").mkdir()
@@ -95,12 +93,12 @@ def test_only_regular_files_are_opened(memory: SharedMemory, tmp_path: Path) -> 
 
 
 @pytest.mark.parametrize(("offset", "num_bytes"), [(0, 11), (10, 1), (0, 0), (2**63, 2**63)])
-def test_a_region_lies_within_its_memory(memory: SharedMemory, offset: int, num_bytes: int) -> None:
+def test_a_region_lies_within_its_memory(memory: SharedMemory, offset: int, num_bytes: int):
     with pytest.raises(InvalidRequest):
         memory.register(call_of(), "image", "kestrel-a", offset, num_bytes)
 
 
-async def test_each_caller_has_regions_of_its_own(memory: SharedMemory) -> None:
+async def test_each_caller_has_regions_of_its_own(memory: SharedMemory):
     memory.register(call_of("alice"), "image", "kestrel-a", 0, 3)
     assert memory.regions(call_of("bob")) == {}
     with pytest.raises(ResourceMissing):
@@ -112,7 +110,7 @@ async def test_each_caller_has_regions_of_its_own(memory: SharedMemory) -> None:
 
 
 @pytest.mark.parametrize("peer", ["ipv4:10.0.0.7:50000", "ipv6:[2001:db8::1]:50000", "ipv4:128.0.0.1:1", ""])
-async def test_callers_on_other_machines_have_none(memory: SharedMemory, peer: str) -> None:
+async def test_callers_on_other_machines_have_none(memory: SharedMemory, peer: str):
     remote = call_of(peer=peer)
     with pytest.raises(Unsupported):
         memory.register(remote, "image", "kestrel-a", 0, 1)
@@ -126,11 +124,11 @@ async def test_callers_on_other_machines_have_none(memory: SharedMemory, peer: s
 @pytest.mark.parametrize(
     "peer", [LOCAL, "unix:", "ipv6:[::1]:5", "ipv6:%5B::1%5D:5", "ipv6:%5B::ffff:127.0.0.1%5D:5"]
 )
-def test_callers_on_this_machine_are_known_by_their_address(memory: SharedMemory, peer: str) -> None:
+def test_callers_on_this_machine_are_known_by_their_address(memory: SharedMemory, peer: str):
     memory.register(call_of(peer=peer), "image", "kestrel-a", 0, 1)
 
 
-def test_a_name_is_registered_once_until_it_is_forgotten(memory: SharedMemory) -> None:
+def test_a_name_is_registered_once_until_it_is_forgotten(memory: SharedMemory):
     memory.register(call_of(), "image", "kestrel-a", 0, 1)
     with pytest.raises(ResourceExists):
         memory.register(call_of(), "image", "kestrel-a", 0, 1)
@@ -139,7 +137,7 @@ def test_a_name_is_registered_once_until_it_is_forgotten(memory: SharedMemory) -
     memory.register(call_of(), "image", "kestrel-a", 0, 1)
 
 
-def test_regions_are_limited_and_their_files_are_closed(memory: SharedMemory) -> None:
+def test_regions_are_limited_and_their_files_are_closed(memory: SharedMemory):
     before = len(os.listdir("/dev/fd"))
     for index in range(MAX_REGIONS):
         memory.register(call_of(), f"{index}", "kestrel-a", 0, 1)
@@ -149,7 +147,7 @@ def test_regions_are_limited_and_their_files_are_closed(memory: SharedMemory) ->
     assert len(os.listdir("/dev/fd")) == before
 
 
-def test_regions_of_callers_that_are_gone_are_forgotten(tmp_path: Path) -> None:
+def test_regions_of_callers_that_are_gone_are_forgotten(tmp_path: Path):
     (tmp_path / "kestrel-a").write_bytes(b"0123456789")
     known = {"alice", "bob"}
     memory = SharedMemory(PREFIX, 1000, lambda: known, folder=tmp_path)
@@ -186,7 +184,7 @@ def registration(path: Path, **more: Any) -> wire.SystemSharedMemoryRegisterRequ
     return wire.SystemSharedMemoryRegisterRequest(**fields)
 
 
-async def test_a_request_takes_its_image_from_memory_and_outlives_its_truncation(image_in_memory: Path) -> None:
+async def test_a_request_takes_its_image_from_memory_and_outlives_its_truncation(image_in_memory: Path):
     async with serving(triton_shared_memory=PREFIX) as rig:
         triton = TritonStub(rig.channel)
         await triton.SystemSharedMemoryRegister(registration(image_in_memory))
@@ -211,7 +209,7 @@ async def test_a_request_takes_its_image_from_memory_and_outlives_its_truncation
     assert rig.engine.requests == [Query("?", IMAGE), Query("?", IMAGE)]
 
 
-async def test_shared_memory_is_off_unless_it_is_asked_for(image_in_memory: Path) -> None:
+async def test_shared_memory_is_off_unless_it_is_asked_for(image_in_memory: Path):
     async with serving() as rig:
         with pytest.raises(grpc.aio.AioRpcError) as caught:
             await TritonStub(rig.channel).SystemSharedMemoryRegister(registration(image_in_memory))
@@ -220,7 +218,7 @@ async def test_shared_memory_is_off_unless_it_is_asked_for(image_in_memory: Path
         assert "system_shared_memory" not in metadata.extensions
 
 
-async def test_a_region_that_exists_is_told_by_its_status(image_in_memory: Path) -> None:
+async def test_a_region_that_exists_is_told_by_its_status(image_in_memory: Path):
     async with serving(triton_shared_memory=PREFIX) as rig:
         triton = TritonStub(rig.channel)
         await triton.SystemSharedMemoryRegister(registration(image_in_memory))

@@ -1,7 +1,5 @@
 """The page's files and what they may do, and which requests of browsers the HTTP port answers because of it."""
 
-from __future__ import annotations
-
 import asyncio
 import re
 import ssl
@@ -32,7 +30,7 @@ def text_of(name: str) -> str:
 NAMES = sorted(item.name for item in STATIC.iterdir())
 
 
-async def test_the_page_and_its_files_are_served_with_a_strict_policy() -> None:
+async def test_the_page_and_its_files_are_served_with_a_strict_policy():
     async with serving_http() as rig:
         for name in NAMES:
             response = await rig.ask(path_of(name))
@@ -48,7 +46,7 @@ async def test_the_page_and_its_files_are_served_with_a_strict_policy() -> None:
         assert (await rig.ask("/page/example.png")).headers["content-type"] == "image/png"
 
 
-async def test_a_file_that_the_browser_has_is_not_sent_again() -> None:
+async def test_a_file_that_the_browser_has_is_not_sent_again():
     async with serving_http() as rig, rig.connect() as connection:
         first = await rig.ask("/page/app.js")
         assert first.headers["cache-control"] == "no-cache"
@@ -62,7 +60,7 @@ async def test_a_file_that_the_browser_has_is_not_sent_again() -> None:
         assert (await connection.response()).body == first.body
 
 
-async def test_the_files_are_for_reading_only() -> None:
+async def test_the_files_are_for_reading_only():
     async with serving_http() as rig, rig.connect() as connection:
         await connection.send("/", verb="HEAD")
         status, headers = await connection.head()
@@ -74,7 +72,7 @@ async def test_the_files_are_for_reading_only() -> None:
         assert (await connection.response()).status == 404
 
 
-async def test_without_the_page_there_are_no_files_and_no_pages_that_may_call() -> None:
+async def test_without_the_page_there_are_no_files_and_no_pages_that_may_call():
     async with serving_http(page=False) as rig:
         for path in ("/", "/page/app.js", "/page/server.json", "/page/access.json"):
             assert (await rig.ask(path)).status == 404
@@ -82,7 +80,7 @@ async def test_without_the_page_there_are_no_files_and_no_pages_that_may_call() 
         assert (refused.status, refused.json["error"]["code"]) == (403, "SOURCE_NOT_ALLOWED")
 
 
-async def test_the_page_tells_what_the_server_offers() -> None:
+async def test_the_page_tells_what_the_server_offers():
     async with serving_http(FakeEngine(skills=("query", "detect"))) as rig:
         facts = (await rig.ask("/page/server.json")).json
         assert facts["skills"] == {
@@ -99,7 +97,7 @@ async def test_the_page_tells_what_the_server_offers() -> None:
         assert (await rig.ask("/page/server.json")).json["fetches_images"] is True
 
 
-async def test_the_files_need_no_token_and_what_they_ask_for_does(tmp_path: Path) -> None:
+async def test_the_files_need_no_token_and_what_they_ask_for_does(tmp_path: Path):
     file = tokens_in(tmp_path, alice='scopes = ["infer"]', bob='scopes = ["images"]')
     async with serving_http(tokens=file) as rig:
         for name in NAMES:
@@ -124,14 +122,14 @@ def of_page(rig: HttpServing, host: str, *, port: int | None = None) -> dict[str
     }
 
 
-async def test_requests_of_the_page_itself_are_answered() -> None:
+async def test_requests_of_the_page_itself_are_answered():
     for origins in (None, ("https://good.example",)):
         async with serving_http(http_hosts=("kestrel.lan",), http_origins=origins) as rig:
             for host in ("localhost", "127.0.0.1", "kestrel.lan"):
                 assert (await rig.ask("/v1/query", QUERY, headers=of_page(rig, host))).status == 200
 
 
-async def test_the_origin_of_the_page_has_the_scheme_of_the_connection(tmp_path: Path) -> None:
+async def test_the_origin_of_the_page_has_the_scheme_of_the_connection(tmp_path: Path):
     pair, authority = Pair.within(tmp_path), trustme.CA()
     pair.write(authority)
     context = ssl.create_default_context()
@@ -146,7 +144,7 @@ async def test_the_origin_of_the_page_has_the_scheme_of_the_connection(tmp_path:
             connection.writer.close()
 
 
-async def test_requests_of_other_pages_are_refused() -> None:
+async def test_requests_of_other_pages_are_refused():
     async with serving_http() as rig:
         others = {
             "another server of this machine": of_page(rig, "localhost", port=3000),
@@ -160,13 +158,13 @@ async def test_requests_of_other_pages_are_refused() -> None:
         assert rig.engine.requests == []
 
 
-def test_the_page_is_light() -> None:
+def test_the_page_is_light():
     example = files("kestrel_grpc").joinpath("demo_picture.png").read_bytes()
     weight = sum(len(STATIC.joinpath(name).read_bytes()) for name in NAMES) + len(example)
     assert weight < MAX_WEIGHT_BYTES
 
 
-async def test_the_page_loads_nothing_from_elsewhere() -> None:
+async def test_the_page_loads_nothing_from_elsewhere():
     named: set[str] = set()
     for name in NAMES:
         text = text_of(name)

@@ -1,7 +1,5 @@
 """What becomes of requests when the processes of cores end: submitted again, ended, or refused."""
 
-from __future__ import annotations
-
 import pytest
 
 from kestrel_grpc.multiprocess.engine_channel import core_deaths

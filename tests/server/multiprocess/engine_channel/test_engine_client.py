@@ -1,7 +1,5 @@
 """Engines behind sockets answer as an engine does, and lose nothing when one of them goes."""
 
-from __future__ import annotations
-
 import asyncio
 import errno
 import hashlib

@@ -1,7 +1,5 @@
 """Images go where they are cached, unless their core is much busier than the others."""
 
-from __future__ import annotations
-
 import hashlib
 from collections import Counter
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """Messages and files arrive whole, in order and from any thread, and no end waits for one that does not read."""
 
-from __future__ import annotations
-
 import asyncio
 import resource
 import socket

@@ -1,7 +1,5 @@
 """Frames are found in a stream of bytes, however it is cut."""
 
-from __future__ import annotations
-
 import random
 import socket
 

@@ -1,7 +1,5 @@
 """The connection between the supervisor and a child, both ends in this process."""
 
-from __future__ import annotations
-
 import asyncio
 import logging
 import socket

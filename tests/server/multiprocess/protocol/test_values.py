@@ -1,7 +1,5 @@
 """What is sent arrives with every field."""
 
-from __future__ import annotations
-
 from dataclasses import fields, replace
 from typing import Any
 

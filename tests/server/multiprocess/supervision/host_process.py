@@ -1,7 +1,5 @@
 """The command `kestrel-grpc serve` with several processes, seen from outside: lines, processes and ports."""
 
-from __future__ import annotations
-
 import json
 import os
 import re

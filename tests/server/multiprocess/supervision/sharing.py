@@ -1,7 +1,5 @@
 """Several servers in this process that share one owner, over real links."""
 
-from __future__ import annotations
-
 import asyncio
 import socket
 from collections.abc import AsyncIterator

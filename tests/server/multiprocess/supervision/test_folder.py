@@ -1,7 +1,5 @@
 """The private folder of a server: who may see it, and who removes it."""
 
-from __future__ import annotations
-
 import errno
 import fcntl
 import os

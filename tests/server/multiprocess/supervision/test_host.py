@@ -1,7 +1,5 @@
 """A server of several processes: what its callers see, and what happens when one of the processes dies."""
 
-from __future__ import annotations
-
 import errno
 import os
 import select

@@ -1,7 +1,5 @@
 """Which processes the options ask for."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 

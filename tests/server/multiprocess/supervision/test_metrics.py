@@ -1,7 +1,5 @@
 """The metrics of several processes in one text."""
 
-from __future__ import annotations
-
 from prometheus_client.parser import text_string_to_metric_families
 
 from kestrel_grpc.multiprocess.supervision.metrics import joined

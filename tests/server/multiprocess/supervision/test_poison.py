@@ -1,7 +1,5 @@
 """A request that ends the process of its engine, among others: it alone is refused, and nothing is left behind."""
 
-from __future__ import annotations
-
 import asyncio
 import io
 from collections.abc import AsyncIterator

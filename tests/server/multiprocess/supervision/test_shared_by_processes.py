@@ -1,7 +1,5 @@
 """What several processes of front ends hold as one: limits of tokens, stored images, operators' calls, files."""
 
-from __future__ import annotations
-
 import asyncio
 import functools
 import hashlib

@@ -1,7 +1,5 @@
 """Two front ends hold as one what callers may use, store and ask for."""
 
-from __future__ import annotations
-
 import asyncio
 import hashlib
 import os

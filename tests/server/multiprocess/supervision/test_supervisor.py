@@ -1,7 +1,5 @@
 """Parts of the processes of a server that need no server."""
 
-from __future__ import annotations
-
 import asyncio
 import errno
 import os

@@ -1,7 +1,5 @@
 """Requests that name an adapter are answered as by a model with the adapter merged into its weights."""
 
-from __future__ import annotations
-
 import asyncio
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
@@ -72,7 +70,7 @@ async def outputs_alone(loaded: LoadedModel, asked: Sequence[Request]) -> list[o
         return [(await engine.submit(request).result()).output for request in asked]
 
 
-async def test_an_adapter_answers_as_merged_weights_do(loaded: LoadedModel, tmp_path: Path) -> None:
+async def test_an_adapter_answers_as_merged_weights_do(loaded: LoadedModel, tmp_path: Path):
     pairs = random_pairs(loaded.model.config.text, seed=1)
     write_peft(tmp_path / "colours", pairs)
     plain = await outputs_alone(loaded, requests())
@@ -86,9 +84,7 @@ async def test_an_adapter_answers_as_merged_weights_do(loaded: LoadedModel, tmp_
 
 
 @pytest.mark.parametrize("loaded", ["shallow2", "shallow3"], indirect=True)
-async def test_eight_adapters_and_none_in_one_batch_answer_as_each_alone(
-    loaded: LoadedModel, tmp_path: Path
-) -> None:
+async def test_eight_adapters_and_none_in_one_batch_answer_as_each_alone(loaded: LoadedModel, tmp_path: Path):
     asked = requests()
     adapters = {f"tenant-{n}": random_pairs(loaded.model.config.text, seed=n) for n in range(8)}
     expected = {"": await outputs_alone(loaded, asked)}
@@ -104,7 +100,7 @@ async def test_eight_adapters_and_none_in_one_batch_answer_as_each_alone(
 
 async def test_sixty_four_requests_of_eight_adapters_and_none_answer_as_each_alone(
     shallow3: LoadedModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+):
     batches: list[list[int]] = []
     launch = StepRunner.launch
 
@@ -171,7 +167,7 @@ def tenants(shallow3: LoadedModel, tmp_path_factory: pytest.TempPathFactory) -> 
 @pytest.mark.parametrize("is_asynchronous", [False, True], ids=["waiting for steps", "looking ahead"])
 async def test_a_tenant_whose_requests_use_all_slots_gives_one_up_and_is_answered_as_before(
     shallow3: LoadedModel, tenants: Tenants, monkeypatch: pytest.MonkeyPatch, is_asynchronous: bool
-) -> None:
+):
     monkeypatch.setattr(StepRunner, "is_asynchronous", is_asynchronous)
     settings = {"adapters": str(tenants.adapters), "num_adapter_slots": 2, "max_adapter_rank": 4}
     async with served(shallow3, **settings) as engine:
@@ -187,7 +183,7 @@ async def test_a_tenant_whose_requests_use_all_slots_gives_one_up_and_is_answere
 
 async def test_a_request_whose_adapter_changes_while_it_has_given_it_back_fails(
     shallow3: LoadedModel, tmp_path: Path
-) -> None:
+):
     versions = [random_pairs(shallow3.model.config.text, seed=seed) for seed in (1, 2)]
     for name in ("first", "second", "modest"):
         write_peft(tmp_path / name, versions[0])
@@ -209,7 +205,7 @@ async def test_a_request_whose_adapter_changes_while_it_has_given_it_back_fails(
 
 async def test_a_new_version_is_for_new_requests_and_running_ones_keep_theirs(
     shallow3: LoadedModel, tmp_path: Path
-) -> None:
+):
     image = image_paths(MD3_SMALL)[0].read_bytes()
     sampling = SamplingParams(temperature=0.0, max_tokens=200, logit_bias=NO_END)
     asked = with_adapter(Query("What is in this image?", image, sampling=sampling), "colours")
@@ -242,7 +238,7 @@ async def test_a_new_version_is_for_new_requests_and_running_ones_keep_theirs(
 @pytest.mark.parametrize("operations", ["reference", "library"])
 async def test_the_fused_path_answers_as_merged_weights_do(
     nano: LoadedModel, shallow2: LoadedModel, tmp_path: Path, operations: str
-) -> None:
+):
     kernels = (("add_low_rank", operations), ("mixture_of_experts", operations))
     for number, loaded in enumerate((nano, shallow2)):
         pairs = random_pairs(loaded.model.config.text, seed=1)

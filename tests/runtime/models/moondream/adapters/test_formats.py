@@ -1,7 +1,5 @@
 """Each format is read as its trainers mean it, and what does not fit is refused by name."""
 
-from __future__ import annotations
-
 import math
 import re
 from typing import Any
@@ -50,12 +48,12 @@ def assert_means(found: AdapterWeights, pairs: dict[str, Pair]) -> None:
         torch.testing.assert_close(own.b.transpose(-1, -2) @ own.a, b @ a, msg=target)
 
 
-def test_peft_is_read_with_its_scale(config: TextConfig) -> None:
+def test_peft_is_read_with_its_scale(config: TextConfig):
     pairs = random_pairs(config, seed=1, rank=RANK)
     assert_means(read(config, peft_tensors(pairs), PEFT_CONFIG), scaled(pairs))
 
 
-def test_peft_names_of_the_training_layout_are_understood(config: TextConfig) -> None:
+def test_peft_names_of_the_training_layout_are_understood(config: TextConfig):
     pairs = random_pairs(config, seed=1, rank=RANK, targets=lambda target: "attn" in target)
     tensors: dict[str, Tensor] = {}
     for target, (a, b) in pairs.items():
@@ -65,7 +63,7 @@ def test_peft_names_of_the_training_layout_are_understood(config: TextConfig) ->
     assert_means(read(config, tensors, PEFT_CONFIG), scaled(pairs))
 
 
-def test_experts_in_the_older_layout_of_peft_are_transposed(config: TextConfig) -> None:
+def test_experts_in_the_older_layout_of_peft_are_transposed(config: TextConfig):
     assert config.moe is not None
     target = f"blocks.{config.moe.start_layer}.mlp.fc1"
     pairs = {target: random_pairs(config, seed=1, rank=RANK)[target]}
@@ -89,13 +87,13 @@ def test_experts_in_the_older_layout_of_peft_are_transposed(config: TextConfig) 
         ({"lora_alpha": 6, "alpha_pattern": {"attn.qkv": 10}}, 10 / RANK),
     ],
 )
-def test_scales_of_peft(config: TextConfig, extra: dict[str, Any], scale: float) -> None:
+def test_scales_of_peft(config: TextConfig, extra: dict[str, Any], scale: float):
     pairs = random_pairs(config, seed=1, rank=RANK, targets=lambda target: target == "blocks.0.attn.qkv")
     found = read(config, peft_tensors(pairs), {**PEFT_CONFIG, **extra})
     assert_means(found, {target: (a, scale * b) for target, (a, b) in pairs.items()})
 
 
-def test_finetunes_of_the_model_maker_are_read_without_a_scale(config: TextConfig) -> None:
+def test_finetunes_of_the_model_maker_are_read_without_a_scale(config: TextConfig):
     pairs = random_pairs(config, seed=2, rank=RANK, targets=lambda target: "mlp" in target)
     assert config.moe is not None
     tensors: dict[str, Tensor] = {}
@@ -110,7 +108,7 @@ def test_finetunes_of_the_model_maker_are_read_without_a_scale(config: TextConfi
     assert "are for one target and differ" in problems(config, tensors)
 
 
-def test_variants_of_the_model_maker_read_the_input_of_the_block(config: TextConfig) -> None:
+def test_variants_of_the_model_maker_read_the_input_of_the_block(config: TextConfig):
     pairs = random_pairs(config, seed=3, rank=RANK, targets=lambda target: "attn" in target)
     tensors: dict[str, Tensor] = {}
     for target, (a, b) in pairs.items():
@@ -151,27 +149,25 @@ QKV = "base_model.model.model.text.blocks.0.attn.qkv"
         ("nothing", dict.fromkeys((f"{QKV}.lora_A.weight", f"{QKV}.lora_B.weight")), "has no tensors"),
     ],
 )
-def test_what_does_not_fit_is_named(
-    config: TextConfig, name: str, change: dict[str, Tensor | None], reason: str
-) -> None:
+def test_what_does_not_fit_is_named(config: TextConfig, name: str, change: dict[str, Tensor | None], reason: str):
     pairs = random_pairs(config, seed=1, rank=RANK, targets=lambda target: target == "blocks.0.attn.qkv")
     changed = {**peft_tensors(pairs), **change}
     assert reason in problems(config, {k: v for k, v in changed.items() if v is not None}, PEFT_CONFIG)
 
 
-def test_a_rank_above_the_limit_is_refused(config: TextConfig) -> None:
+def test_a_rank_above_the_limit_is_refused(config: TextConfig):
     pairs = random_pairs(config, seed=1, rank=RANK + 1, targets=lambda target: target == "blocks.0.attn.qkv")
     assert "rank 5 is not from 1 to 4" in problems(config, peft_tensors(pairs), PEFT_CONFIG)
 
 
 @pytest.mark.parametrize("number", [math.nan, math.inf, -math.inf])
-def test_numbers_that_are_not_finite_are_refused(config: TextConfig, number: float) -> None:
+def test_numbers_that_are_not_finite_are_refused(config: TextConfig, number: float):
     pairs = random_pairs(config, seed=1, rank=RANK)
     pairs["blocks.1.attn.proj"][1][3, 2] = number
     assert "B of blocks.1.attn.proj has numbers" in problems(config, peft_tensors(pairs), PEFT_CONFIG)
 
 
-def test_numbers_that_the_type_of_the_model_cannot_hold_are_refused(config: TextConfig) -> None:
+def test_numbers_that_the_type_of_the_model_cannot_hold_are_refused(config: TextConfig):
     pairs = random_pairs(config, seed=1, rank=RANK, targets=lambda target: target == "blocks.0.attn.qkv")
     pairs["blocks.0.attn.qkv"][0][0, 0] = 1e6
     files = AdapterFiles("some", PEFT_CONFIG, peft_tensors(pairs), b"")
@@ -179,7 +175,7 @@ def test_numbers_that_the_type_of_the_model_cannot_hold_are_refused(config: Text
         read_adapter(files, config, RANK, torch.float16)
 
 
-def test_a_scale_whose_product_overflows_is_refused(config: TextConfig) -> None:
+def test_a_scale_whose_product_overflows_is_refused(config: TextConfig):
     pairs = random_pairs(config, seed=1, rank=RANK, targets=lambda target: target == "blocks.0.attn.qkv")
     pairs["blocks.0.attn.qkv"][1][0, 0] = 1e36
     large = {**PEFT_CONFIG, "lora_alpha": 1e9}
@@ -244,14 +240,14 @@ def test_a_scale_whose_product_overflows_is_refused(config: TextConfig) -> None:
     ],
     ids=str,
 )
-def test_settings_that_are_not_applied_are_refused_by_name(config: TextConfig, setting: dict[str, Any]) -> None:
+def test_settings_that_are_not_applied_are_refused_by_name(config: TextConfig, setting: dict[str, Any]):
     pairs = random_pairs(config, seed=1, rank=RANK, targets=lambda target: target == "blocks.0.attn.qkv")
     found = problems(config, peft_tensors(pairs), {**PEFT_CONFIG, **setting})
     assert next(iter(setting)) in found
     assert len(found) < 1000
 
 
-def test_tensors_of_the_image_encoder_are_told_once_with_the_modules_to_train(moondream3: LoadedModel) -> None:
+def test_tensors_of_the_image_encoder_are_told_once_with_the_modules_to_train(moondream3: LoadedModel):
     config = moondream3.model.config.text
     tensors = peft_tensors(random_pairs(config, 1, RANK))
     for layer in range(2):

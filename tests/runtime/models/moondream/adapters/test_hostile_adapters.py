@@ -1,7 +1,5 @@
 """Files that are no adapters are refused by name; nothing of them is executed or kept."""
 
-from __future__ import annotations
-
 import gc
 import json
 import os
@@ -76,7 +74,7 @@ def num_tensor_bytes() -> int:
     return sum(item.nbytes for item in gc.get_objects() if type(item) is torch.Tensor)
 
 
-def test_the_folder_is_an_adapter_unless_it_is_changed(root: Path, target: MoondreamAdapters) -> None:
+def test_the_folder_is_an_adapter_unless_it_is_changed(root: Path, target: MoondreamAdapters):
     load(root, target)
 
 
@@ -84,12 +82,12 @@ def test_the_folder_is_an_adapter_unless_it_is_changed(root: Path, target: Moond
     "name",
     ["..", "../root/some", "some/../../outside", "/etc", ".", "", "some/", "a" * 200, "so me", "some\0", "~"],
 )
-def test_names_lead_nowhere_else(root: Path, target: MoondreamAdapters, name: str) -> None:
+def test_names_lead_nowhere_else(root: Path, target: MoondreamAdapters, name: str):
     (root.parent / "outside").mkdir()
     assert "no adapter named" in refusal(root, target, name)
 
 
-def test_a_pickled_file_is_not_opened(root: Path, target: MoondreamAdapters, tmp_path: Path) -> None:
+def test_a_pickled_file_is_not_opened(root: Path, target: MoondreamAdapters, tmp_path: Path):
     folder = root / "pickled"
     folder.mkdir()
     bomb = tmp_path / "bomb"
@@ -100,7 +98,7 @@ def test_a_pickled_file_is_not_opened(root: Path, target: MoondreamAdapters, tmp
     assert not bomb.exists()
 
 
-def test_links_out_of_the_root_are_refused(root: Path, target: MoondreamAdapters) -> None:
+def test_links_out_of_the_root_are_refused(root: Path, target: MoondreamAdapters):
     outside = root.parent / "outside"
     (root / "some").rename(outside)
     (root / "folder").symlink_to(outside)
@@ -111,12 +109,12 @@ def test_links_out_of_the_root_are_refused(root: Path, target: MoondreamAdapters
     assert f"{CONFIG_FILE}: leads out of the folder of adapters" in refusal(root, target, "files")
 
 
-def test_links_within_the_root_are_followed(root: Path, target: MoondreamAdapters) -> None:
+def test_links_within_the_root_are_followed(root: Path, target: MoondreamAdapters):
     (root / "latest").symlink_to(root / "some")
     load(root, target, "latest")
 
 
-def test_a_pipe_and_a_folder_in_place_of_a_file_do_not_hang(root: Path, target: MoondreamAdapters) -> None:
+def test_a_pipe_and_a_folder_in_place_of_a_file_do_not_hang(root: Path, target: MoondreamAdapters):
     weights = root / "some" / WEIGHTS_FILE
     weights.unlink()
     os.mkfifo(weights)
@@ -126,7 +124,7 @@ def test_a_pipe_and_a_folder_in_place_of_a_file_do_not_hang(root: Path, target: 
     assert "is no regular file" in refusal(root, target) or "cannot be read" in refusal(root, target)
 
 
-def test_a_file_that_is_too_large_is_not_read(root: Path, target: MoondreamAdapters) -> None:
+def test_a_file_that_is_too_large_is_not_read(root: Path, target: MoondreamAdapters):
     with (root / "some" / WEIGHTS_FILE).open("r+b") as file:
         file.truncate(2**40)  # sparse
     assert "has more than" in refusal(root, target)
@@ -135,7 +133,7 @@ def test_a_file_that_is_too_large_is_not_read(root: Path, target: MoondreamAdapt
 @pytest.mark.parametrize("change", ["another size", "another file", "a new file", "gone"])
 def test_a_folder_that_changes_while_it_is_read_is_refused(
     root: Path, target: MoondreamAdapters, monkeypatch: pytest.MonkeyPatch, change: str
-) -> None:
+):
     weights = root / "some" / WEIGHTS_FILE
     read = AdapterSource._read_file
 
@@ -157,14 +155,14 @@ def test_a_folder_that_changes_while_it_is_read_is_refused(
     assert "was changed while it was read" in refusal(root, target)
 
 
-def test_a_tensor_that_claims_more_than_the_file_is_refused(root: Path, target: MoondreamAdapters) -> None:
+def test_a_tensor_that_claims_more_than_the_file_is_refused(root: Path, target: MoondreamAdapters):
     header = json.dumps({"a": {"dtype": "F32", "shape": [2**40, 2**20], "data_offsets": [0, 2**62]}}).encode()
     (root / "some" / WEIGHTS_FILE).write_bytes(struct.pack("<Q", len(header)) + header)
     assert "is no safetensors file" in refusal(root, target)
 
 
 @pytest.mark.parametrize("config", ["[" * 100_000, "", "[]", '{"peft_type": ' + "9" * 5000, "\ud800", '{"a": NaN}'])
-def test_a_broken_configuration_is_refused(root: Path, target: MoondreamAdapters, config: str) -> None:
+def test_a_broken_configuration_is_refused(root: Path, target: MoondreamAdapters, config: str):
     (root / "some" / CONFIG_FILE).write_text(config, errors="surrogatepass")
     assert CONFIG_FILE in refusal(root, target) or "lora_alpha" in refusal(root, target)
 
@@ -213,7 +211,7 @@ CHANGES: list[Callable[[random.Random, dict[str, torch.Tensor]], None]] = [
 @pytest.mark.parametrize("seed", range(NUM_RANDOM))
 def test_random_damage_is_refused(
     root: Path, target: MoondreamAdapters, tensors: dict[str, torch.Tensor], seed: int
-) -> None:
+):
     chance = random.Random(seed)
     weights = root / "some" / WEIGHTS_FILE
     if seed % 10 == 9:  # damage to the bytes of the header, or the end

@@ -4,8 +4,6 @@ The scales were recorded with PEFT 0.21.2: `get_peft_model` on modules of these 
 and of each changed layer its `scaling` and `r`.
 """
 
-from __future__ import annotations
-
 import json
 from collections.abc import Mapping
 from typing import Any
@@ -96,9 +94,7 @@ def scales(
 
 
 @pytest.mark.parametrize(("alphas", "expected"), ALPHAS, ids=[json.dumps(keys) for keys, _ in ALPHAS])
-def test_alphas_by_name_scale_as_in_peft(
-    config: TextConfig, alphas: dict[str, float], expected: tuple[float, ...]
-) -> None:
+def test_alphas_by_name_scale_as_in_peft(config: TextConfig, alphas: dict[str, float], expected: tuple[float, ...]):
     peft = {**PEFT_CONFIG, "alpha_pattern": alphas}
     assert scales(config, peft, dict.fromkeys(MODULES, RANK)) == expected
 
@@ -106,7 +102,7 @@ def test_alphas_by_name_scale_as_in_peft(
 @pytest.mark.parametrize(("settings", "expected", "ranks"), RANKS, ids=[json.dumps(row[0]) for row in RANKS])
 def test_ranks_by_name_scale_as_in_peft(
     config: TextConfig, settings: dict[str, Any], expected: tuple[float, ...], ranks: tuple[int, ...]
-) -> None:
+):
     found = scales(config, {**PEFT_CONFIG, **settings}, dict(zip(MODULES, ranks, strict=True)))
     assert found == tuple(round(scale, 4) for scale in expected)
 
@@ -114,7 +110,7 @@ def test_ranks_by_name_scale_as_in_peft(
 @pytest.mark.parametrize(("alphas", "expected"), PARAMETERS, ids=[json.dumps(keys) for keys, _ in PARAMETERS])
 def test_keys_match_the_parameters_names_where_parameters_were_trained(
     config: TextConfig, alphas: dict[str, float], expected: tuple[float, ...]
-) -> None:
+):
     peft = {
         **PEFT_CONFIG,
         "target_modules": [],
@@ -126,7 +122,7 @@ def test_keys_match_the_parameters_names_where_parameters_were_trained(
     assert scales(config, peft, dict.fromkeys(EXPERTS, RANK), max_rank) == expected
 
 
-def test_keys_do_not_match_the_modules_names_where_parameters_were_trained(config: TextConfig) -> None:
+def test_keys_do_not_match_the_modules_names_where_parameters_were_trained(config: TextConfig):
     assert config.moe is not None
     peft = {
         **PEFT_CONFIG,

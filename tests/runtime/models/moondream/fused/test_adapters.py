@@ -1,7 +1,5 @@
 """Steps and prompts with adapters give what the plain model gives with them, whoever else is in the batch."""
 
-from __future__ import annotations
-
 import importlib.util
 
 import pytest
@@ -55,7 +53,7 @@ def filled_slabs(config: TextConfig) -> AdapterSlabs:
 
 
 @pytest.mark.parametrize(("generation", "implementation"), CASES)
-def test_a_step_of_several_adapters_is_each_of_the_plain_model(generation: int, implementation: str) -> None:
+def test_a_step_of_several_adapters_is_each_of_the_plain_model(generation: int, implementation: str):
     text = random_model(tiny_config(generation)).text
     slabs, decoder = (
         filled_slabs(text.config),
@@ -82,7 +80,7 @@ def test_a_step_of_several_adapters_is_each_of_the_plain_model(generation: int, 
 
 
 @pytest.mark.parametrize(("generation", "implementation"), CASES)
-def test_prompts_of_several_adapters_are_each_of_the_plain_model(generation: int, implementation: str) -> None:
+def test_prompts_of_several_adapters_are_each_of_the_plain_model(generation: int, implementation: str):
     prompts = Prompts((5, 7, 3, 4), (generation, 2, 2))
     slabs = filled_slabs(prompts.text.config)
     fused = FusedPrefill(prompts.text, fused_blocks(prompts.text, "model"), kernels_of(implementation))

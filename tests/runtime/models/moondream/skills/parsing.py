@@ -1,7 +1,5 @@
 """What the tests of skills share: both generations' configurations, and a model's part played by hand."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable
 from typing import Any, TypeVar
 

@@ -33,7 +33,7 @@ def text(words: str) -> list[int]:
 
 @ALL
 @pytest.mark.parametrize("reasoning", [False, True])
-def test_one_question_has_the_prompt_of_a_query(config: MoondreamConfig, reasoning: bool) -> None:
+def test_one_question_has_the_prompt_of_a_query(config: MoondreamConfig, reasoning: bool):
     query = QuerySkill().prompt(Query(" what is this? ", IMAGE, reasoning), TOKENIZER, config).tokens
     asked = ids_of(config, (Role.USER, " what is this? "), reasoning=reasoning)
     assert asked == [token.id for token in query]
@@ -44,9 +44,7 @@ def test_one_question_has_the_prompt_of_a_query(config: MoondreamConfig, reasoni
     [(PUBLISHED_2, [3, 3], [3, 4]), (PUBLISHED_3, [3], [4])],
     ids=["moondream2", "moondream3"],
 )
-def test_turns_have_the_layout_of_the_makers(
-    config: MoondreamConfig, direct: list[int], reasoned: list[int]
-) -> None:
+def test_turns_have_the_layout_of_the_makers(config: MoondreamConfig, direct: list[int], reasoned: list[int]):
     turns = (
         (Role.SYSTEM, "Be brief."),
         (Role.SYSTEM, "Be kind."),
@@ -60,7 +58,7 @@ def test_turns_have_the_layout_of_the_makers(
     assert ids_of(config, *turns, reasoning=True) == [*first, *question, *text("Which?"), *reasoned]
 
 
-def test_images_precede_the_question_of_their_message_and_answers_end_before_the_next_one() -> None:
+def test_images_precede_the_question_of_their_message_and_answers_end_before_the_next_one():
     messages = (
         ChatMessage(Role.SYSTEM, "Be brief."),
         ChatMessage(Role.USER, "What is it?", (IMAGE, IMAGE)),
@@ -72,13 +70,13 @@ def test_images_precede_the_question_of_their_message_and_answers_end_before_the
     assert (prompt.image_places, prompt.answer_ends) == ((0, 0, end), (end,))
 
 
-def test_turns_need_not_alternate() -> None:
+def test_turns_need_not_alternate():
     question = [1, 15381, 2]
     asked = ids_of(PUBLISHED_3, (Role.ASSISTANT, "hi"), (Role.USER, "a"), (Role.USER, "b"))
     assert asked == [3, *text("hi"), *question, *text("a"), *question, *text("b"), 3]
 
 
-def test_no_text_of_a_conversation_becomes_a_control_token() -> None:
+def test_no_text_of_a_conversation_becomes_a_control_token():
     library = tokenizers.Tokenizer.from_file(str(MD2_SMALL / "tokenizer.json"))
     control = [(id, token.content) for id, token in library.get_added_tokens_decoder().items() if token.special]
     for id, spelling in control:
@@ -108,7 +106,7 @@ def test_no_text_of_a_conversation_becomes_a_control_token() -> None:
 )
 def test_the_tokens_of_messages_are_those_of_the_prompt(
     config: MoondreamConfig, turns: tuple[tuple[Role, str], ...]
-) -> None:
+):
     for reasoning in (False, True):
         request = Chat(tuple(ChatMessage(*turn) for turn in turns), reasoning)
         counts = ChatSkill().message_tokens(request, TOKENIZER, config)

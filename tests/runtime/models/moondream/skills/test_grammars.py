@@ -46,16 +46,16 @@ def grammar_of(request: Request, config: MoondreamConfig) -> Grammar:
 
 @CONFIGS
 @pytest.mark.parametrize("request_", REQUESTS, ids=lambda request: type(request).__name__)
-def test_the_table_goes_where_the_grammar_of_each_skill_goes(request_: Request, config: MoondreamConfig) -> None:
+def test_the_table_goes_where_the_grammar_of_each_skill_goes(request_: Request, config: MoondreamConfig):
     assert_same_successors(grammar_of(request_, config))
 
 
 @CONFIGS
-def test_the_table_forbids_what_the_rules_of_the_skills_forbid(config: MoondreamConfig) -> None:
+def test_the_table_forbids_what_the_rules_of_the_skills_forbid(config: MoondreamConfig):
     assert_same_rules(*(grammar_of(request, config) for request in REQUESTS))
 
 
-def test_two_parsers_of_one_skill_have_one_grammar() -> None:
+def test_two_parsers_of_one_skill_have_one_grammar():
     first, second = (grammar_of(Query(text, reasoning=True), MOONDREAM_2) for text in ("what?", "why?"))
     assert first == second
 
@@ -77,7 +77,7 @@ def test_two_parsers_of_one_skill_have_one_grammar() -> None:
 )
 def test_an_answer_that_does_not_end_by_itself_has_as_many_tokens_as_its_parser_says(
     request_: Request, config: MoondreamConfig
-) -> None:
+):
     parser = SKILLS[request_.skill].new_parser(request_, TOKENIZER, config)
     values = {config.tokenizer.coord_id: (0.5,), config.tokenizer.size_id: (0.5, 0.5)}
     while parser.finish_reason is None:

@@ -1,7 +1,5 @@
 """One precision compared with recorded answers: what fails it, what is only counted, and what cannot be judged."""
 
-from __future__ import annotations
-
 import json
 import shutil
 from collections.abc import Callable
@@ -54,7 +52,7 @@ def write_answers(folder: Path, answers: dict[str, Any]) -> None:
     (folder / "expected.json").write_text(json.dumps(answers))
 
 
-def test_a_checkpoint_that_agrees_with_the_reference_passes(check: Check) -> None:
+def test_a_checkpoint_that_agrees_with_the_reference_passes(check: Check):
     result = check()
     assert (result.failures, result.problems, result.is_exact) == ([], (), True)
     assert len(result.cases) > 5
@@ -65,7 +63,7 @@ def test_a_checkpoint_that_agrees_with_the_reference_passes(check: Check) -> Non
     assert Verdict.of([result]) is Verdict.PASSED
 
 
-def test_where_the_reference_differs_is_named_and_fails(check: Check, folder: Path) -> None:
+def test_where_the_reference_differs_is_named_and_fails(check: Check, folder: Path):
     answers = expected(folder)
     call = next(call for call in answers["images"][0]["calls"] if call["skill"] == "point")
     call["expect"]["points"][0]["x"] += 0.01
@@ -87,7 +85,7 @@ def test_where_the_reference_differs_is_named_and_fails(check: Check, folder: Pa
 
 def test_answers_that_the_last_bits_of_the_weights_decide_are_not_judged(
     check: Check, folder: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+):
     def change_much(loaded: LoadedModel) -> None:
         with torch.inference_mode():
             bias = loaded.model.text.lm_head.bias
@@ -104,9 +102,7 @@ def test_answers_that_the_last_bits_of_the_weights_decide_are_not_judged(
     assert result.agreement.num_equal == result.agreement.num_answers - 1
 
 
-def test_skills_that_neither_side_has_are_left_out_and_those_of_the_reference_fail(
-    check: Check, folder: Path
-) -> None:
+def test_skills_that_neither_side_has_are_left_out_and_those_of_the_reference_fail(check: Check, folder: Path):
     answers = expected(folder)
     segment = {"skill": "segment", "args": {"object": "copy"}}
     answers["images"][0]["calls"] = [segment, {**segment, "expect": {"segments": []}}]
@@ -119,7 +115,7 @@ def test_skills_that_neither_side_has_are_left_out_and_those_of_the_reference_fa
 
 def test_answers_in_shorter_formats_are_counted_and_not_judged(
     check: Check, folder: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+):
     def out_of_memory(*_: Any) -> None:
         raise torch.OutOfMemoryError
 
@@ -134,7 +130,7 @@ def test_answers_in_shorter_formats_are_counted_and_not_judged(
     assert Verdict.of([result]) is Verdict.INCOMPLETE
 
 
-def test_nothing_compared_is_no_pass() -> None:
+def test_nothing_compared_is_no_pass():
     assert Verdict.of([]) is Verdict.INCOMPLETE
     nothing = PrecisionResult("float32", "", True, (), (), frozenset(), (), ())
     assert Verdict.of([nothing]) is Verdict.INCOMPLETE

@@ -1,7 +1,5 @@
 """The program that asks the reference implementation, run against a stand-in in its published layout."""
 
-from __future__ import annotations
-
 import importlib
 import json
 import sys
@@ -33,7 +31,7 @@ def answers_of(fixture: Path, tmp_path: Path) -> tuple[Path, dict[str, Any]]:
 
 
 @pytest.mark.parametrize("fixture", [MD2_SMALL, MD3_SMALL], ids=lambda folder: folder.name)
-def test_answers_tokens_and_tensors_of_the_reference_are_recorded(fixture: Path, tmp_path: Path) -> None:
+def test_answers_tokens_and_tensors_of_the_reference_are_recorded(fixture: Path, tmp_path: Path):
     folder, facts = answers_of(fixture, tmp_path)
     recorded, wanted = expected(folder), expected(fixture)
     wanted.setdefault("text_only", [])
@@ -52,7 +50,7 @@ def test_answers_tokens_and_tensors_of_the_reference_are_recorded(fixture: Path,
     assert facts["versions"]["transformers"] == "0 (stand-in)"
 
 
-def test_what_the_reference_cannot_answer_is_noted_and_left_open(tmp_path: Path) -> None:
+def test_what_the_reference_cannot_answer_is_noted_and_left_open(tmp_path: Path):
     ask_what_is_recorded(MD2_SMALL, tmp_path)
     questions = json.loads((tmp_path / "questions.json").read_text())
     questions["images"] = questions["images"][:1]
@@ -73,7 +71,7 @@ def test_what_the_reference_cannot_answer_is_noted_and_left_open(tmp_path: Path)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
-def test_pixels_that_the_reference_has_rounded_are_restored(dtype: torch.dtype) -> None:
+def test_pixels_that_the_reference_has_rounded_are_restored(dtype: torch.dtype):
     pixels = torch.arange(256, dtype=torch.uint8).expand(2, 3, 4, 256).contiguous()
     found, exact = exact_pixels(pixels.to(dtype).div_(255.0).sub_(0.5).div_(0.5))
     assert found is not None
@@ -81,7 +79,7 @@ def test_pixels_that_the_reference_has_rounded_are_restored(dtype: torch.dtype) 
     assert torch.equal(exact, pixels.float().div(255.0).sub(0.5).div(0.5))
 
 
-def test_other_pixels_are_left_as_they_are() -> None:
+def test_other_pixels_are_left_as_they_are():
     crops = torch.rand(1, 3, 4, 4)
     found, same = exact_pixels(crops)
     assert found is None

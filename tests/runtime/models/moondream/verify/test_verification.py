@@ -35,13 +35,13 @@ def copy(tmp_path: Path) -> Path:
 
 
 @pytest.mark.parametrize(("folder", "num_cases"), [(MD2_SMALL, 79), (MD3_SMALL, 71)], ids=["md2", "md3"])
-def test_every_case_of_the_small_reference_folders_passes(folder: Path, num_cases: int) -> None:
+def test_every_case_of_the_small_reference_folders_passes(folder: Path, num_cases: int):
     passed, failed, lines = verify(folder)
     assert [line for line in lines if line.startswith("FAILED")] == []
     assert (passed, failed, len(lines)) == (num_cases, 0, num_cases)
 
 
-def test_a_wrong_answer_and_a_number_outside_its_tolerance_are_named(copy: Path) -> None:
+def test_a_wrong_answer_and_a_number_outside_its_tolerance_are_named(copy: Path):
     expected = json.loads((copy / "expected.json").read_text())
     expected["images"][0]["calls"][0]["expect"]["answer"] += "!"
     expected["images"][0]["calls"][2]["expect"]["points"][0]["x"] += 1 / 1024
@@ -58,7 +58,7 @@ def test_a_wrong_answer_and_a_number_outside_its_tolerance_are_named(copy: Path)
     assert "point(" in wrong[2]
 
 
-def test_fused_backends_pass_as_the_plain_ones_do(copy: Path) -> None:
+def test_fused_backends_pass_as_the_plain_ones_do(copy: Path):
     passed, failed, lines = verify(copy, text_backend="fused", vision_backend="fused")
     assert [line for line in lines if line.startswith("FAILED")] == []
     assert (passed, failed) == (len(lines), 0)
@@ -69,9 +69,7 @@ def test_fused_backends_pass_as_the_plain_ones_do(copy: Path) -> None:
     [{"dtype": "bfloat16"}, {"text_backend": "fused-float8"}, {"kv_dtype": "float8"}, {"expert_dtype": "float8"}],
     ids=["everything", "text", "keys and values", "experts"],
 )
-def test_a_shorter_type_is_held_to_its_own_tolerance_in_numbers_alone(
-    tiny_fixture: Path, formats: dict[str, str]
-) -> None:
+def test_a_shorter_type_is_held_to_its_own_tolerance_in_numbers_alone(tiny_fixture: Path, formats: dict[str, str]):
     passed, failed, lines = verify(tiny_fixture, **formats)
     assert [line for line in lines if line.startswith("FAILED")] == []
     assert (passed, failed) == (len(lines), 0)
@@ -80,7 +78,7 @@ def test_a_shorter_type_is_held_to_its_own_tolerance_in_numbers_alone(
 
 def test_experts_of_4_bits_answer_and_compute_exactly_as_the_weights_that_they_stand_for(
     tiny_shape: ModelShape, tmp_path: Path
-) -> None:
+):
     write_scaled_model(tmp_path, tiny_shape.config, fp8_experts=False, seed=1, words=TOKENS)
     weights = load_file(tmp_path / "model.safetensors")
     for name, stack in weights.items():
@@ -98,6 +96,6 @@ def test_experts_of_4_bits_answer_and_compute_exactly_as_the_weights_that_they_s
     assert 0 < num_certain <= num_asked
 
 
-def test_a_folder_without_answers_is_refused(tmp_path: Path) -> None:
+def test_a_folder_without_answers_is_refused(tmp_path: Path):
     with pytest.raises(CheckpointError, match=r"no reference fixture: expected\.json is missing"):
         ReferenceFixture(tmp_path, EngineConfig())

@@ -3,8 +3,6 @@
 The sizes are those of Moondream 2, since libraries choose their algorithms by size; fewer blocks suffice.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import replace
 
@@ -67,13 +65,13 @@ def check(encode: Encode) -> None:
 
 
 @pytest.mark.parametrize("path", ["fused", "fused-float8", "calibrated-float8", "invariant"])
-def test_a_crop_alone_has_the_bits_that_it_has_among_71_others(path: str) -> None:
+def test_a_crop_alone_has_the_bits_that_it_has_among_71_others(path: str):
     check(encoder(path))
 
 
 @pytest.mark.parametrize("path", ["fused", "calibrated-float8", "invariant"])
 @torch.inference_mode()
-def test_a_crop_has_the_same_bits_by_every_captured_graph(path: str) -> None:
+def test_a_crop_has_the_same_bits_by_every_captured_graph(path: str):
     stream_capture = new_stream_capture(DEVICE)
     shape = (CONFIG.crop_size, CONFIG.crop_size, CONFIG.in_channels)
     graphs = EncodeGraphs(
@@ -96,7 +94,7 @@ def test_a_crop_has_the_same_bits_by_every_captured_graph(path: str) -> None:
 
 
 @torch.inference_mode()
-def test_a_crop_alone_is_close_to_itself_among_others_on_the_plain_path_in_float32() -> None:
+def test_a_crop_alone_is_close_to_itself_among_others_on_the_plain_path_in_float32():
     vision = random_vision().float()
     together = crops()[:18]
     wanted = vision.encode(together)

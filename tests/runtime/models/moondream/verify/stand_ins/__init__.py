@@ -3,8 +3,6 @@
 `published` has the code that a checkpoint brings. `transformers` loads it, as the library of that name does.
 """
 
-from __future__ import annotations
-
 import json
 import shutil
 from pathlib import Path

@@ -1,7 +1,5 @@
 """The class that a published checkpoint names. Its methods are those of the inner model."""
 
-from __future__ import annotations
-
 import importlib
 from pathlib import Path
 from typing import Any

@@ -3,8 +3,6 @@
 Like the reference it crops images itself and rounds pixels to bfloat16.
 """
 
-from __future__ import annotations
-
 import io
 import json
 from pathlib import Path

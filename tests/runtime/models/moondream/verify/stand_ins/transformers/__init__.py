@@ -1,7 +1,5 @@
 """Loads the class that a checkpoint names, as the library of this name does with code of a checkpoint."""
 
-from __future__ import annotations
-
 import importlib.util
 import json
 import sys
