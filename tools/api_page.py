@@ -15,6 +15,8 @@ PAGE = CHECKOUT / "docs" / "api.md"
 _FILES = (vision_service_pb2, image_service_pb2, engine_service_pb2, media_pb2, generation_pb2)
 # Numbers of fields in descriptor.proto, of which the paths of comments are made.
 _MESSAGE, _ENUM, _SERVICE, _FIELD, _VALUE, _METHOD = 4, 5, 6, 2, 2, 2
+_FEW_LETTERS = 150
+"""Rows of a table that are no longer together stand in each message that has them."""
 _TYPES = {
     1: "double",
     2: "float",
@@ -45,8 +47,9 @@ def page() -> str:
     ]
     for file in files:
         lines += _services(file)
+    shown: dict[str, list[str]] = {}
     for file in files:
-        lines += [f"## {_title(file)}", "", *_messages(file), *_enums(file)]
+        lines += [f"## {_title(file)}", "", *_messages(file, shown), *_enums(file)]
     return "\n".join(lines).rstrip() + "\n"
 
 
@@ -90,16 +93,30 @@ def _named(full_name: str, is_stream: bool) -> str:
     return f"{'stream of ' if is_stream else ''}[{name}](#{name.lower()})"
 
 
-def _messages(file: FileDescriptorProto) -> Iterator[str]:
+def _messages(file: FileDescriptorProto, shown: dict[str, list[str]]) -> Iterator[str]:
+    """Yields the messages of a file. Fields that several messages have are described once: `shown` has the rows."""
     for number, message in enumerate(file.message_type):
         yield from (f"### {message.name}", "", _comment(file, _MESSAGE, number), "")
-        if not message.field:
-            continue
-        yield from ("| Field | Type | What it is |", "|---|---|---|")
-        for index, field in enumerate(message.field):
-            text = _comment(file, _MESSAGE, number, _FIELD, index).replace("\n\n", " ").replace("|", "\\|")
-            yield f"| `{field.name}` | {_type(message, field)} | {text} |"
-        yield ""
+        rows = [
+            f"| `{field.name}` | {_type(message, field)} | {_field_text(file, number, index)} |"
+            for index, field in enumerate(message.field)
+        ]
+        other, known = max(
+            ((name, [row for row in rows if row in others]) for name, others in shown.items()),
+            key=lambda pair: sum(map(len, pair[1])),
+            default=("", []),
+        )
+        shown[message.name] = rows
+        if sum(map(len, known)) > _FEW_LETTERS:
+            names = ", ".join(row.split(" ")[1] for row in known)
+            yield from (f"As in [{other}](#{other.lower()}): {names}.", "")
+            rows = [row for row in rows if row not in known]
+        if rows:
+            yield from ("| Field | Type | What it is |", "|---|---|---|", *rows, "")
+
+
+def _field_text(file: FileDescriptorProto, message: int, field: int) -> str:
+    return _comment(file, _MESSAGE, message, _FIELD, field).replace("\n\n", " ").replace("|", "\\|")
 
 
 def _type(message: Any, field: Any) -> str:
