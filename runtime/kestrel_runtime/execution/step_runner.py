@@ -166,6 +166,7 @@ class StepRunner:
         self._shape = shape
         self._bounds = bounds
         self._device = cache.device
+        self._is_cuda = self._device.type == "cuda"  # a device makes this text each time
         self.bytes_per_image = shape.positions_per_image * shape.embedding_dim * shape.embedding_dtype.itemsize
         """Embeddings of one image."""
         self.num_cached_images = image_cache_bytes // max(self.bytes_per_image, 1)
@@ -193,7 +194,7 @@ class StepRunner:
     @property
     def is_asynchronous(self) -> bool:
         """Returns True if a launched step runs while the caller continues."""
-        return self._device.type == "cuda"
+        return self._is_cuda
 
     @torch.inference_mode()
     def capture(self) -> None:

@@ -288,9 +288,9 @@ class MoondreamExecutor:
         if _SampleKey(num_rows, needs) not in graphs:
             enough = (own for own in _USUAL_NEEDS if own.include(needs) and _SampleKey(num_rows, own) in graphs)
             needs = next(enough, needs)
-        # `hidden` is at these places.
-        work = partial(self._sample, places[: len(hidden)], inputs.sample_rows, needs)
-        return graphs.run(_SampleKey(num_rows, needs), work)
+        count, rows = hidden.shape[0], inputs.sample_rows
+        # `hidden` is at these places. Views of tensors take long, and a replay needs none.
+        return graphs.run(_SampleKey(num_rows, needs), lambda: self._sample(places[:count], rows, needs))
 
     def prefill_hidden(self, inputs: PrefillInputs) -> Tensor:
         """Returns hidden states [N, dim], before the final LayerNorm."""
