@@ -10,7 +10,6 @@ takes a Moondream 3, and steps and prefills alone.
     TRITON_INTERPRET=1 python -m bench.adapter_steps --tiny --batches 2 --prompts 1
 """
 
-import argparse
 import sys
 from collections.abc import Callable, Iterator
 from dataclasses import replace
@@ -22,7 +21,7 @@ import torch
 from torch import Tensor
 
 from bench.harness.decode_steps import FLOAT8, Contexts
-from bench.harness.output import write_json
+from bench.harness.output import parser_of, write_json
 from bench.harness.prefill_inputs import Prompts, new_cache, random_text, random_text_with_experts
 from bench.harness.timing import attempted, time_us
 from kestrel_ops import Kernels
@@ -234,7 +233,7 @@ def _expand_cuts(tunes: bool) -> Iterator[tuple[int | None, Expand | None]]:
 
 def main() -> int:
     """Measure, print and write."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = parser_of(__doc__)
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--precision", choices=["model", "float8"], default="float8")
     parser.add_argument("--slots", type=int, default=8)

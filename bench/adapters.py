@@ -24,7 +24,7 @@ from typing import Any
 from bench.alternate import Comparison, as_text, measure
 from bench.harness.checkpoints import write_random_adapters
 from bench.harness.load import LoadProcesses
-from bench.harness.output import write_json
+from bench.harness.output import parser_of, write_json
 from bench.harness.rounds import Load, ask_once
 from bench.harness.serving import machine_facts, started_server
 
@@ -36,7 +36,7 @@ PAIRS: Mapping[str, tuple[str, str]] = MappingProxyType({"adapters": ("none", "m
 
 def parser() -> argparse.ArgumentParser:
     """The options."""
-    result = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    result = parser_of(__doc__)
     result.add_argument("--model", type=Path, required=True, help="folder of the model, which never ends an answer")
     result.add_argument("--adapters", type=int, default=8, help="how many adapters (default: %(default)s)")
     result.add_argument("--rank", type=int, default=32, help="of each adapter (default: %(default)s)")

@@ -28,7 +28,7 @@ from types import MappingProxyType
 from typing import Any
 
 from bench.harness.load import LoadProcesses
-from bench.harness.output import Progress, write_json
+from bench.harness.output import Progress, parser_of, write_json
 from bench.harness.rounds import Load, ask_once, rounds
 from bench.harness.serving import CropCount, RunningServer, machine_facts, started_server
 from bench.harness.summary import Row
@@ -157,7 +157,7 @@ def _shares(calls: Counter[str]) -> str:
 
 def parser() -> argparse.ArgumentParser:
     """The options."""
-    result = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    result = parser_of(__doc__)
     result.add_argument("--before", type=Path, required=True, help="the older checkout")
     result.add_argument("--after", type=Path, default=Path(), help="the newer checkout (default: this folder)")
     result.add_argument("--model", required=True, help="folder of the model; its answers must never end early")

@@ -32,7 +32,7 @@ from typing import Any
 from bench.frontend import EVENTS, EmptyEngine
 from bench.harness.engines import add_engine_options, closed_loop, endless, engine_config
 from bench.harness.load import Questions
-from bench.harness.output import write_json
+from bench.harness.output import parser_of, write_json
 from bench.harness.serving import RunningServer, machine_facts, started_server
 from bench.harness.workload import WORKLOADS, Album, Workload
 from kestrel_grpc.cli.batch.callers import Caller, EngineCaller, ServerAddress, ServerCaller
@@ -308,7 +308,7 @@ def _count(path: Path) -> int:
 
 def parser() -> argparse.ArgumentParser:
     """The options."""
-    result = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    result = parser_of(__doc__)
     kinds = result.add_subparsers(dest="kind", required=True)
     rate = kinds.add_parser("rate")
     rate.add_argument("--requests", type=int, default=200, help="of each round (default: %(default)s)")

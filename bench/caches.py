@@ -70,7 +70,7 @@ from bench.harness.engines import closed_loop
 from bench.harness.instant_steps import leave_out_model
 from bench.harness.load import LoadProcesses
 from bench.harness.opcodes import Opcodes
-from bench.harness.output import write_json
+from bench.harness.output import parser_of, write_json
 from bench.harness.rounds import Load, ask_once, rounds
 from bench.harness.serving import machine_facts, started_server
 from bench.harness.summary import Row
@@ -594,7 +594,7 @@ def leak(arguments: argparse.Namespace) -> int:
 
 def parser() -> argparse.ArgumentParser:
     """The commands and their options."""
-    result = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    result = parser_of(__doc__)
     questions = result.add_subparsers(required=True, metavar="QUESTION")
 
     def add(run: Callable[[argparse.Namespace], int], *, takes_server_options: bool) -> Callable[..., Any]:

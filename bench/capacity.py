@@ -27,7 +27,7 @@ from pathlib import Path
 from statistics import mean, median
 from typing import Any
 
-from bench.harness.output import write_json
+from bench.harness.output import parser_of, write_json
 from bench.harness.queueing import (
     QUANTILE,
     Arrival,
@@ -389,7 +389,7 @@ def _rounds(rows: Sequence[Mapping[str, Any]]) -> float:
 
 def parser() -> argparse.ArgumentParser:
     """The options."""
-    result = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    result = parser_of(__doc__)
     commands = result.add_subparsers(dest="command", required=True)
     commands.add_parser("table", help="print the tables of docs/capacity.md")
     plan = commands.add_parser("plan", help="how many GPUs for one load")

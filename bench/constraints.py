@@ -11,7 +11,6 @@ Three parts, all on the built-in model and a CPU unless `--model` and `--device`
            copy of the built-in model that does not.
 """
 
-import argparse
 import asyncio
 import contextlib
 import json
@@ -29,7 +28,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from bench.harness.checkpoints import write_endless
-from bench.harness.output import write_json
+from bench.harness.output import parser_of, write_json
 from bench.harness.random_schemas import random_schema
 from bench.harness.serving import machine_facts
 from kestrel_runtime.api.config import BUILT_IN_MODEL, EngineConfig
@@ -340,7 +339,7 @@ async def cost(engine: LocalEngine, batches: list[int], num_tokens: int) -> list
 
 def main(argv: list[str] | None = None) -> int:
     """Measure, print and write. 1 where a hostile constraint took longer than the limit."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = parser_of(__doc__)
     parser.add_argument("parts", nargs="*", metavar="PART", help=f"of {', '.join(PARTS)}; all by default")
     parser.add_argument("--model", default=BUILT_IN_MODEL)
     parser.add_argument("--device", default="cpu")

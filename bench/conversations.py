@@ -33,7 +33,7 @@ from typing import Any
 import kestrel_runtime
 from bench.alternate import Comparison, as_text
 from bench.harness.checkpoints import write_endless
-from bench.harness.output import Progress, write_json
+from bench.harness.output import Progress, parser_of, write_json
 from bench.harness.serving import machine_facts, started_server
 from bench.harness.workload import QUESTIONS
 from kestrel_client import AsyncClient, ChatMessage
@@ -312,7 +312,7 @@ def _found(temperature: float, finished: Sequence[Any], loaded: Any) -> Found:
 
 def parser() -> argparse.ArgumentParser:
     """The options."""
-    result = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    result = parser_of(__doc__)
     result.add_argument("--model", help="folder of the model (default: an endless copy of the built-in one)")
     result.add_argument("--turns", type=int, default=6, help="of a conversation (default: %(default)s)")
     result.add_argument("--pictures", type=int, default=2, help="of a conversation (default: %(default)s)")

@@ -7,7 +7,6 @@ logits with the plain decoder in float32; `--tune` times the kernels over other 
 once.
 """
 
-import argparse
 import os
 import sys
 import time
@@ -33,7 +32,7 @@ from bench.harness.decode_steps import (
     time_contexts,
     time_steps,
 )
-from bench.harness.output import write_json
+from bench.harness.output import parser_of, write_json
 from bench.harness.prefill_inputs import random_text, random_text_with_experts
 from bench.harness.timing import Limits, attempted, measure_limits, time_us
 from kestrel_ops import Kernels, reference
@@ -402,7 +401,7 @@ def folder_of_results() -> Path:
 
 def main() -> int:
     """Measure, print and write."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = parser_of(__doc__)
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--batches", type=int, nargs="+", default=[1, 4, 16, 64, 128])
     parser.add_argument("--precision", nargs="+", choices=["model", "float8"], default=["float8", "model"])

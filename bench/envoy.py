@@ -41,7 +41,7 @@ from typing import Any
 
 import kestrel_runtime
 from bench.harness.envoy import Envoy, envoy
-from bench.harness.output import write_json
+from bench.harness.output import parser_of, write_json
 from bench.harness.serving import machine_facts
 from bench.harness.workload import chart
 from kestrel_client import AsyncClient
@@ -497,7 +497,7 @@ def _scenarios(text: str) -> list[str]:
 
 def main() -> int:
     """Run the scenarios, print a table of each, write the numbers; 1 if there are complaints."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = parser_of(__doc__)
     parser.add_argument("--only", type=_scenarios, default=list(SCENARIOS), help="of these, with commas")
     parser.add_argument("--calls", type=int, default=500, help="of each kind for latency (default: %(default)s)")
     parser.add_argument("--rounds", type=int, default=2, help="of each factor and load (default: %(default)s)")

@@ -27,7 +27,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from bench.harness.output import write_json
+from bench.harness.output import parser_of, write_json
 from bench.harness.prefill_inputs import int4_experts, quantised_experts, random_experts
 from bench.harness.serving import machine_facts
 from bench.harness.timing import attempted, time_us
@@ -406,7 +406,7 @@ def published() -> Sizes:
 
 def parser() -> argparse.ArgumentParser:
     """The options."""
-    result = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    result = parser_of(__doc__)
     result.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     result.add_argument("--tokens", type=int, nargs="+", default=TOKENS)
     result.add_argument("--precision", nargs="+", choices=PRECISIONS, default=PRECISIONS)

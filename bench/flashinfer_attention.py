@@ -10,7 +10,6 @@ Kernels are compiled anew into a temporary folder, and loaded from it by a secon
     python -m bench.flashinfer_attention
 """
 
-import argparse
 import importlib
 import json
 import os
@@ -30,7 +29,7 @@ import torch
 from torch import Tensor
 
 from bench.harness.decode_steps import AttentionInputs, Contexts
-from bench.harness.output import write_json
+from bench.harness.output import parser_of, write_json
 from bench.harness.prefill_inputs import FLOAT8, PagedAttention, Prompts
 from bench.harness.timing import attempted, time_us
 from bench.prefill import TINY, relative_error
@@ -182,7 +181,7 @@ def _own_folder(*, is_kept: bool) -> Iterator[None]:
 @torch.inference_mode()
 def main() -> int:
     """Measure, print and write."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = parser_of(__doc__)
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--batches", type=int, nargs="+", default=[1, 16, 64])
     parser.add_argument("--kept", action="store_true", help="use the kernels that FlashInfer has kept")

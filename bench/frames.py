@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from bench.attacks.target import resident_bytes
-from bench.harness.output import write_json
+from bench.harness.output import parser_of, write_json
 from bench.harness.serving import machine_facts
 from kestrel_client import AsyncClient
 from kestrel_grpc.config.options import ServerConfig
@@ -162,7 +162,7 @@ def run(camera: Camera) -> dict[str, Any]:
 
 def main() -> None:
     """Print a line for each camera, and write the numbers."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = parser_of(__doc__)
     parser.add_argument("--serve", type=float, help=argparse.SUPPRESS)
     parser.add_argument("--seconds", type=float, default=20.0)
     parser.add_argument("--frames-per-s", type=float, default=30.0)

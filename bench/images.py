@@ -5,7 +5,6 @@ device each size is timed as the device sees it (`cut`, `upload`) and as the hos
 are there and for new ones. `--check` compares every pixel with Pillow's; `--tune` times the kernel over blocks.
 """
 
-import argparse
 import os
 import random
 import statistics
@@ -23,7 +22,7 @@ import PIL
 import torch
 from PIL import Image
 
-from bench.harness.output import write_json
+from bench.harness.output import parser_of, write_json
 from bench.harness.timing import attempted, time_us
 from bench.harness.workload import chart
 from kestrel_ops import Kernels, resample
@@ -190,7 +189,7 @@ def tune(device: torch.device) -> list[dict[str, Any]]:
 
 def main() -> int:
     """Measure, print and write; exit 1 where a pixel differs from Pillow's by more than one step."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = parser_of(__doc__)
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--threads", type=int, nargs="*", default=[1, 2, 4, 8, 12])
     parser.add_argument("--seconds", type=float, default=1.0, help="per number of threads and way (default: 1)")

@@ -5,7 +5,6 @@ with 5 degrees of freedom, which has more large ones. Levels times a scale for e
 bfloat16 unless they are powers of two.
 """
 
-import argparse
 import sys
 from collections.abc import Callable, Iterator
 from functools import partial
@@ -13,6 +12,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
+from bench.harness.output import parser_of
 from kestrel_ops import dequantise_int4, quantise_int4
 
 _OURS = (1.0, 3.0, 5.0, 7.0, 10.0, 14.0, 20.0, 28.0)
@@ -87,7 +87,7 @@ FORMATS: tuple[tuple[str, float, Callable[[Tensor], Tensor]], ...] = (
 
 def main() -> int:
     """Print a table."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = parser_of(__doc__)
     parser.add_argument("--rows", type=int, default=_ROWS, help=f"of {_COLUMNS} weights each (%(default)s)")
     num_rows = parser.parse_args().rows
     torch.manual_seed(1)

@@ -10,14 +10,13 @@ or asks the server at `--target`; options after `--` go to the server. Needs the
     python -m bench.many_objects --target localhost:50051 --pictures 20
 """
 
-import argparse
 import random
 import statistics
 import time
 from pathlib import Path
 from typing import Any
 
-from bench.harness.output import write_json
+from bench.harness.output import parser_of, write_json
 from bench.harness.serving import RunningServer, machine_facts, started_server
 from kestrel_client import Client, DetectResult
 from training.drawing import encode_scene
@@ -94,7 +93,7 @@ def compare(client: Client, server: RunningServer, num_pictures: int) -> dict[st
 
 def main() -> None:
     """Run what the command line asks for."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = parser_of(__doc__)
     parser.add_argument("--pictures", type=int, default=15, help="for each way (%(default)s)")
     parser.add_argument("--target", help="a server that runs already")
     parser.add_argument("--json", type=Path, default=Path("bench/out/many_objects.json"))

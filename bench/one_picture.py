@@ -7,7 +7,6 @@ over the turns of this kernel's time over the other's in the same turn.
     python -m bench.one_picture --before /tmp/before
 """
 
-import argparse
 import hashlib
 import importlib.util
 import inspect
@@ -23,7 +22,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from bench.harness.output import write_json
+from bench.harness.output import parser_of, write_json
 from bench.harness.prefill_inputs import FLOAT8, PagedAttention, Prompts
 from bench.harness.timing import turns_us
 from bench.prefill import TINY
@@ -92,7 +91,7 @@ def compared(calls: dict[str, Callable[[], Tensor]], turns: int) -> dict[str, An
 
 def main() -> int:
     """Measure in turns, print, and write; 1 if a result has other bits."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = parser_of(__doc__)
     parser.add_argument("--before", type=Path, required=True, help="the other checkout")
     parser.add_argument("--turns", type=int, default=300)
     parser.add_argument("--prompts", type=int, nargs="+", default=[1, 8])

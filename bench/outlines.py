@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from bench.harness.output import write_json
+from bench.harness.output import parser_of, write_json
 from bench.harness.serving import RunningServer, machine_facts, started_server
 from kestrel_client import AsyncClient, KestrelClientError, SegmentResult
 from kestrel_runtime.api.config import BUILT_IN_MODEL
@@ -143,7 +143,7 @@ def served(arguments: argparse.Namespace) -> Iterator[RunningServer]:
 
 def main(argv: list[str] | None = None) -> None:
     """Measure, print and write."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = parser_of(__doc__)
     parser.add_argument("--quick", action="store_true", help="4 at once, 4 seconds")
     parser.add_argument("--at-once", type=int, help="calls at a time (64)")
     parser.add_argument("--seconds", type=float, help="length of the window (20)")

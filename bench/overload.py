@@ -5,7 +5,6 @@ gives its rate; then requests come at ten times that rate, whether the last one 
 repeated in turns. Wants a machine without other work.
 """
 
-import argparse
 import asyncio
 import sys
 import time
@@ -16,7 +15,7 @@ from typing import Any
 
 import grpc
 
-from bench.harness.output import write_json
+from bench.harness.output import parser_of, write_json
 from bench.harness.serving import machine_facts, started_server
 from kestrel_client.v1 import vision_service_pb2 as wire
 from kestrel_client.v1.vision_service_pb2_grpc import VisionServiceStub
@@ -116,7 +115,7 @@ async def measure(address: str, num_turns: int) -> list[Comparison]:
 
 def main() -> int:
     """Print the table and write the JSON."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = parser_of(__doc__)
     parser.add_argument("--turns", type=int, default=5, help="default: %(default)s")
     parser.add_argument("--json", type=Path, default=Path("bench/out/overload.json"), help="default: %(default)s")
     arguments = parser.parse_args()

@@ -25,7 +25,7 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
-from bench.harness.output import Progress, write_json
+from bench.harness.output import Progress, parser_of, write_json
 from bench.harness.serving import machine_facts
 from bench.harness.summary import Row, summarise
 from bench.harness.workload import WORKLOADS, Album, Workload
@@ -162,7 +162,7 @@ def measure(arguments: argparse.Namespace, batches: list[int], names: list[str],
 
 def main() -> int:
     """Measure and write the JSON; 1 if nothing could be measured."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = parser_of(__doc__)
     parser.add_argument("--model", type=Path, required=True, help="folder that bench.random_weights wrote")
     parser.add_argument("--workloads", default="direct,cot,long,cached,text", help="default: %(default)s")
     parser.add_argument("--batches", default="1,4,16,64", help="default: %(default)s")

@@ -8,7 +8,6 @@ decoder in float32, beside what the plain decoder in bfloat16 makes of it; `--tu
 tilings; `--experts` times the mixture of experts of a Moondream 3.
 """
 
-import argparse
 import copy
 import os
 import sys
@@ -23,7 +22,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
-from bench.harness.output import write_json
+from bench.harness.output import parser_of, write_json
 from bench.harness.prefill_inputs import (
     FLOAT8,
     PagedAttention,
@@ -326,7 +325,7 @@ def tune(
 
 def main() -> int:
     """Measure, print and write."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = parser_of(__doc__)
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--prompts", type=int, nargs="+", default=[1, 2, 4, 8])
     parser.add_argument("--parts", type=int, nargs="*", default=[1, 8], help="numbers of prompts to take apart")

@@ -25,7 +25,6 @@ Questions are greedy, so that every answer is known. Then it does harm, many tim
     python -m bench.process_faults --only core,stopped --runs 3
 """
 
-import argparse
 import asyncio
 import base64
 import contextlib
@@ -55,7 +54,7 @@ import grpc
 import kestrel_runtime
 from bench.harness import poison
 from bench.harness.checkpoints import write_random_adapters
-from bench.harness.output import write_json
+from bench.harness.output import parser_of, write_json
 from bench.harness.serving import machine_facts
 from bench.harness.workload import chart
 from kestrel_client import AsyncClient
@@ -609,7 +608,7 @@ FAULTS = (
 
 def main() -> int:
     """Do all the harm, print a line for each kind; 1 if there are complaints."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = parser_of(__doc__)
     parser.add_argument("--only", metavar="KIND,…", default=",".join(FAULTS), help="of %(default)s")
     parser.add_argument("--runs", type=int, default=20, help="of each (default: %(default)s)")
     parser.add_argument("--frontends", type=int, default=3, help="(default: %(default)s)")

@@ -34,7 +34,7 @@ from torch._C._profiler import _ExperimentalConfig
 from torch.profiler import ProfilerActivity, profile, record_function
 
 from bench.harness.engines import Method, add_engine_options, closed_loop, endless, engine_config, wrapped
-from bench.harness.output import write_json
+from bench.harness.output import parser_of, write_json
 from bench.harness.serving import machine_facts
 from bench.harness.workload import WORKLOADS, Album, Workload
 from kestrel_runtime.api.errors import KestrelError
@@ -334,7 +334,7 @@ def report(trace: Trace, num_rows: int) -> dict[str, Any]:
 
 def parser() -> argparse.ArgumentParser:
     """The options."""
-    result = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    result = parser_of(__doc__)
     add_engine_options(result)
     result.add_argument("--workload", choices=NAMES, default="direct", help="what is asked (%(default)s)")
     result.add_argument("--requests", type=int, default=64, help="requests that are watched (%(default)s)")

@@ -7,7 +7,6 @@ hub's layout, Moondream 3 with float8 experts has the training layout, as it is 
     python -m bench.random_weights moondream2 /tmp/md2
 """
 
-import argparse
 import json
 import re
 import sys
@@ -20,6 +19,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from bench.harness.checkpoints import END_BIAS, training_name, write_tokenizer
+from bench.harness.output import parser_of
 from bench.harness.workload import vocabulary
 from kestrel_runtime.models.moondream.config import (
     MoondreamConfig,
@@ -93,7 +93,7 @@ def _has_scales(shapes: Mapping[str, tuple[int, ...]]) -> bool:
 
 def main() -> int:
     """Write one model."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = parser_of(__doc__)
     parser.add_argument("model", choices=PUBLISHED)
     parser.add_argument("folder", type=Path)
     arguments = parser.parse_args()

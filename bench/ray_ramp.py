@@ -16,7 +16,6 @@ what these use while nobody calls is subtracted.
 
 from __future__ import annotations
 
-import argparse
 import asyncio
 import os
 import platform
@@ -30,7 +29,7 @@ from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
-from bench.harness.output import write_json
+from bench.harness.output import parser_of, write_json
 from bench.harness.ray_cluster import cluster, deploy, num_running, ray_version
 from bench.harness.serving import started_server
 from kestrel_client import AsyncClient, Client, KestrelClientError
@@ -228,7 +227,7 @@ def proxy(num_calls: int, num_streams: int) -> dict[str, Any]:
 
 def main() -> int:
     """Print what was measured, and write it as JSON."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = parser_of(__doc__)
     parser.add_argument("what", choices=("ramp", "proxy"))
     parser.add_argument("--few", type=float, default=20, help="seconds with one caller (default: %(default)s)")
     parser.add_argument("--many", type=float, default=90, help="seconds with six callers (default: %(default)s)")

@@ -25,7 +25,7 @@ from typing import Any
 from bench.harness.checkpoints import write_endless
 from bench.harness.empty_server import empty_server
 from bench.harness.load import LoadProcesses
-from bench.harness.output import Progress, write_json
+from bench.harness.output import Progress, parser_of, write_json
 from bench.harness.report import Results, over_peer
 from bench.harness.serving import RunningServer, machine_facts, started_server
 from bench.harness.summary import Row, summarise
@@ -168,7 +168,7 @@ def precision_of(options: Sequence[str]) -> str:
 
 def parser() -> argparse.ArgumentParser:
     """The options."""
-    result = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    result = parser_of(__doc__)
     result.add_argument(
         "--model", help="folder of the model to serve (default: an endless copy of the built-in one)"
     )

@@ -14,7 +14,6 @@ is the supervisor where there are several. Options after `--` go to the server. 
     python -m bench.soak --minutes 60 --pause 7 -- --frontends 3 --devices cpu,cpu --kv-pages 1200
 """
 
-import argparse
 import asyncio
 import contextlib
 import gc
@@ -27,7 +26,7 @@ from pathlib import Path
 from typing import Any
 
 from bench.harness.mixed_traffic import PAUSE_S, MixedTraffic, Tally
-from bench.harness.output import write_json
+from bench.harness.output import parser_of, write_json
 from bench.harness.serving import Holdings, ProcessVitals, Vitals, WatchedServer, machine_facts, watched_server
 from bench.harness.trend import Trend, means
 from kestrel_grpc.cli.bench.plot import Axis, Series, line_plot
@@ -322,7 +321,7 @@ def _say(line: str) -> None:
 
 def main() -> int:
     """Soak, print the table, write the files; 1 if anything is not as it should be."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = parser_of(__doc__)
     parser.add_argument("--minutes", type=float, default=30.0, help="after the warm-up (default: %(default)g)")
     parser.add_argument("--callers", type=int, default=6, help="calls at a time (default: %(default)s)")
     parser.add_argument(

@@ -25,7 +25,7 @@ from pathlib import Path
 from typing import Any
 
 from bench.harness.load import LoadProcesses
-from bench.harness.output import write_json
+from bench.harness.output import parser_of, write_json
 from bench.harness.rounds import Load
 from bench.harness.serving import WatchedServer, machine_facts, watched_server
 from bench.harness.summary import summarise
@@ -153,7 +153,7 @@ def _text(value: Any) -> str:
 
 def main() -> int:
     """Measure, print and write; 1 where a request waited for a compilation or a capture."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = parser_of(__doc__)
     parser.add_argument("--model", required=True, help="folder of the model; its answers must never end early")
     parser.add_argument("--before", type=Path, help="an older checkout, which is started in turns with this one")
     parser.add_argument("--again", type=int, default=1, help="starts after the first one (default: %(default)s)")

@@ -35,7 +35,7 @@ from typing import Any
 import grpc
 from grpc_status import rpc_status
 
-from bench.harness.output import write_json
+from bench.harness.output import parser_of, write_json
 from bench.harness.serving import machine_facts, started_server
 from kestrel_client.v1 import engine_service_pb2
 from kestrel_client.v1.engine_service_pb2_grpc import EngineServiceStub
@@ -236,7 +236,7 @@ async def run(address: str, pid: int, arguments: argparse.Namespace, metrics_por
 
 def main() -> int:
     """Print the table and write the JSON; exit 1 where a limit does not hold."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = parser_of(__doc__)
     parser.add_argument("--frontends", type=int, default=3, help="default: %(default)s")
     parser.add_argument("--calls", type=int, default=10_000, help="default: %(default)s")
     parser.add_argument("--connections", type=int, default=8, help="default: %(default)s")

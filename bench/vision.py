@@ -6,7 +6,6 @@ of a copy, both measured in the same run. `--check` compares each block's output
 beside what the plain encoder in bfloat16 makes of it; `--tune` times the row kernels over candidate block sizes.
 """
 
-import argparse
 import math
 import os
 import sys
@@ -23,7 +22,7 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention
 
-from bench.harness.output import write_json
+from bench.harness.output import parser_of, write_json
 from bench.harness.timing import (
     NUM_INPUT_SETS,
     Limits,
@@ -432,7 +431,7 @@ def tune(num_rows: int, device: torch.device) -> dict[str, dict[str, float]]:
 
 def main() -> int:
     """Measure, print and write."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = parser_of(__doc__)
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--crops", type=int, nargs="+", default=[9, 18, 27, 36])
     parser.add_argument("--parts", type=int, nargs="*", default=[9, 36], help="crop counts to take apart")

@@ -4,6 +4,7 @@ import asyncio
 import contextlib
 import socket
 import struct
+import time
 from collections import Counter
 from collections.abc import AsyncIterator, Iterable
 from contextlib import asynccontextmanager
@@ -216,3 +217,28 @@ def code_names(statuses: Counter[str]) -> dict[str, int]:
 
     names = {str(code.value[0]): code.name for code in grpc.StatusCode}
     return {names.get(status, status): count for status, count in statuses.items()}
+
+
+async def leave_unread(
+    host: str, port: int, seconds: float, headers: bytes, message: bytes, num_connections: int, num_calls: int
+) -> Counter[str]:
+    """Make the same calls again and again on connections that let the server send nothing of the answers."""
+    outcome, end = Counter[str](), time.monotonic() + seconds
+
+    async def connect() -> None:
+        while time.monotonic() < end:
+            async with RawConnection.open(host, port, initial_window_size=0) as connection:
+                try:
+                    streams = [await connection.start(headers) for _ in range(num_calls)]
+                    await asyncio.gather(*(connection.send(stream, message, is_last=True) for stream in streams))
+                except OSError:
+                    outcome["not sent"] += 1
+                    continue
+                await connection.status(streams[0], max(0.01, end - time.monotonic()))
+                # Those that are refused at once have ended; the others are open until the connection is closed.
+                for stream in streams:
+                    outcome[await connection.status(stream, 0.01)] += 1
+            await asyncio.sleep(0.1)
+
+    await asyncio.gather(*(connect() for _ in range(num_connections)))
+    return Counter(code_names(outcome))

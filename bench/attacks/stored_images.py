@@ -16,7 +16,6 @@ from PIL import Image
 from bench.attacks import http2
 from bench.attacks.attack import MIB, Attack, Outcome, Victim
 from bench.attacks.bodies import BODY_MIB, all_but_the_end, send_all, slowly, whole
-from bench.attacks.http2 import RawConnection
 from kestrel_client.v1 import image_service_pb2 as wire
 from kestrel_client.v1.image_service_pb2_grpc import ImageServiceStub
 
@@ -60,25 +59,9 @@ async def _leave_files_unread(victim: Victim, seconds: float) -> Outcome:
     image_id = f"sha256:{hashlib.sha256(data).hexdigest()}"
     message = http2.grpc_message(wire.GetImageRequest(image_id=image_id, include_data=True).SerializeToString())
     headers = http2.call_headers(GET, victim.token)
-    outcome, end = Outcome(), time.monotonic() + seconds
-
-    async def connect() -> None:
-        while time.monotonic() < end:
-            async with RawConnection.open(victim.host, victim.port, initial_window_size=0) as connection:
-                try:
-                    streams = [await connection.start(headers) for _ in range(NUM_SLOW_CALLS)]
-                    await asyncio.gather(*(connection.send(stream, message, is_last=True) for stream in streams))
-                except OSError:
-                    outcome["not sent"] += 1
-                    continue
-                await connection.status(streams[0], max(0.01, end - time.monotonic()))
-                # Those that are refused at once have ended; the others are open until the connection is closed.
-                for stream in streams:
-                    outcome[await connection.status(stream, 0.01)] += 1
-            await asyncio.sleep(0.1)
-
-    await asyncio.gather(*(connect() for _ in range(NUM_SLOW_CONNECTIONS)))
-    return Outcome(http2.code_names(outcome))
+    return await http2.leave_unread(
+        victim.host, victim.port, seconds, headers, message, NUM_SLOW_CONNECTIONS, NUM_SLOW_CALLS
+    )
 
 
 def _connections_are_closed(outcome: Mapping[str, int], log: str) -> list[str]:

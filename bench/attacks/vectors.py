@@ -12,7 +12,6 @@ from PIL import Image, ImageDraw
 
 from bench.attacks import http2
 from bench.attacks.attack import Attack, Outcome, Victim
-from bench.attacks.http2 import RawConnection
 from kestrel_client.v1 import vision_service_pb2 as wire
 from kestrel_client.v1.vision_service_pb2_grpc import VisionServiceStub
 
@@ -40,24 +39,7 @@ async def _leave_embeddings_unread(victim: Victim, seconds: float, image: bytes)
     request = wire.StreamEmbedImageRequest(image={"data": image}, type=wire.EMBEDDING_TYPE_FLOAT32)
     message = http2.grpc_message(request.SerializeToString())
     headers = http2.call_headers(EMBED, victim.token)
-    outcome, end = Outcome(), time.monotonic() + seconds
-
-    async def connect() -> None:
-        while time.monotonic() < end:
-            async with RawConnection.open(victim.host, victim.port, initial_window_size=0) as connection:
-                try:
-                    streams = [await connection.start(headers) for _ in range(NUM_CALLS)]
-                    await asyncio.gather(*(connection.send(stream, message, is_last=True) for stream in streams))
-                except OSError:
-                    outcome["not sent"] += 1
-                    continue
-                await connection.status(streams[0], max(0.01, end - time.monotonic()))
-                for stream in streams:
-                    outcome[await connection.status(stream, 0.01)] += 1
-            await asyncio.sleep(0.1)
-
-    await asyncio.gather(*(connect() for _ in range(NUM_CONNECTIONS)))
-    return Outcome(http2.code_names(outcome))
+    return await http2.leave_unread(victim.host, victim.port, seconds, headers, message, NUM_CONNECTIONS, NUM_CALLS)
 
 
 def _some_are_refused(outcome: Mapping[str, int], log: str) -> list[str]:

@@ -11,7 +11,6 @@ and how long it takes.
     python -m bench.correctness.determinism --quick
 """
 
-import argparse
 import asyncio
 import random
 import sys
@@ -23,7 +22,7 @@ from typing import Any
 
 from bench.correctness.mixed_requests import mixed_requests, noted_tokens
 from bench.harness.engines import add_engine_options, closed_loop, engine_config
-from bench.harness.output import write_json
+from bench.harness.output import parser_of, write_json
 from bench.harness.serving import machine_facts
 from kestrel_runtime.api.config import EngineConfig
 from kestrel_runtime.api.errors import KestrelError
@@ -130,7 +129,7 @@ def _ids(tokens: tuple[Token, ...]) -> list[int]:
 
 def main(argv: list[str] | None = None) -> int:
     """Compare, print and write. The exit status is 1 where a bit differs with the mode."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = parser_of(__doc__)
     add_engine_options(parser)
     parser.add_argument("--quick", action="store_true", help="24 requests, 8 at once")
     parser.add_argument("--requests", type=int, help="how many (2000)")

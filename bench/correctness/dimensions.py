@@ -28,7 +28,7 @@ from typing import Any
 import torch
 
 from bench.correctness.models import HARD_SHAPES, TOKENS, ModelShape, drawn_shape, write_scaled_model
-from bench.harness.output import Progress, write_json
+from bench.harness.output import Progress, parser_of, write_json
 from bench.harness.serving import machine_facts
 from bench.harness.workload import chart
 from kestrel_ops import Kernels
@@ -280,7 +280,7 @@ def print_table(rows: Sequence[Row]) -> None:
 
 def parser() -> argparse.ArgumentParser:
     """The options."""
-    result = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    result = parser_of(__doc__)
     result.add_argument(
         "--shape",
         action="append",

@@ -5,7 +5,6 @@ definition in float32 on the CPU. The table shows the largest error of all runs,
 in how many calls the runs gave different bits. Processes share the device, so that runs disturb one another.
 """
 
-import argparse
 import os
 import sys
 import time
@@ -16,7 +15,7 @@ from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
 
-from bench.harness.output import write_json
+from bench.harness.output import parser_of, write_json
 
 _IMPLEMENTATIONS = ("triton", "cuda", "library")
 _FLOAT8_SINCE = (8, 9)
@@ -102,7 +101,7 @@ def is_wrong(row: dict[str, Any]) -> bool:
 
 def main() -> int:
     """Check, print and write; 1 where a kernel is wrong or its runs differ."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = parser_of(__doc__)
     parser.add_argument("--seeds", type=int, default=10, help="times 48 calls")
     parser.add_argument("--first-seed", type=int, default=0)
     parser.add_argument("--repeats", type=int, default=30, help="runs of each call")

@@ -50,7 +50,7 @@ from bench.correctness.mixed_requests import (
 from bench.correctness.tie_judge import TOLERANCES, TieJudge
 from bench.harness.checkpoints import write_adapters_of
 from bench.harness.engines import add_engine_options, closed_loop, engine_config
-from bench.harness.output import Progress, write_json
+from bench.harness.output import Progress, parser_of, write_json
 from bench.harness.serving import machine_facts
 from bench.harness.trend import median_slope
 from kestrel_grpc.process.resources import SWITCH_INTERVAL_S
@@ -330,7 +330,7 @@ def print_summary(
 
 def parser() -> argparse.ArgumentParser:
     """The options."""
-    result = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    result = parser_of(__doc__)
     add_engine_options(result)
     result.add_argument("--requests", type=int, default=10_000, help="under load (%(default)s)")
     result.add_argument("--at-once", type=int, default=64, help="that run at all times (%(default)s)")

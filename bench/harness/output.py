@@ -1,5 +1,6 @@
-"""What a bench writes: its results as JSON, numbers for people, and how far it has come."""
+"""What a bench writes: its help, its results as JSON, numbers for people, and how far it has come."""
 
+import argparse
 import json
 import sys
 import time
@@ -40,6 +41,11 @@ class Progress:
         line = f"{bar} {self._num_done}/{self._num_steps} {elapsed_s:4.0f} s  {what}"
         self._stream.write(f"\r\x1b[K{line}" if self._stream.isatty() else f"{line}\n")
         self._stream.flush()
+
+
+def parser_of(text: str | None) -> argparse.ArgumentParser:
+    """Returns a parser of arguments whose help has the docstring of a bench, line by line."""
+    return argparse.ArgumentParser(description=text, formatter_class=argparse.RawDescriptionHelpFormatter)
 
 
 def write_json(file: Path, data: Mapping[str, Any]) -> None:
