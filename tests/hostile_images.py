@@ -87,14 +87,7 @@ def directory(tags: Tags, *, position: int = 8, byte_order: str = "<", data: byt
 SHORT, LONG, RATIONAL = 3, 4, 5
 
 
-def tiff(
-    width: int,
-    height: int,
-    extra: Tags,
-    *,
-    compression: int = 8,
-    data: bytes = b"",
-) -> bytes:
+def tiff(width: int, height: int, extra: Tags, *, compression: int = 8, data: bytes = b"") -> bytes:
     """A grey TIFF of 8 bits, whose pixels are where the other tags say."""
     tags: Tags = {
         256: (LONG, 1, width),

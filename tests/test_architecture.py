@@ -39,10 +39,7 @@ FORBIDDEN = {
 }
 # Inside the runtime: where asyncio ends (`verify` calls the engine like any other caller), and who
 # decides without tensors.
-ASYNCIO_IN_RUNTIME = {
-    *("engine.py", "stream.py"),
-    *("reference_fixture.py", "recording.py", "acceptance.py"),
-}
+ASYNCIO_IN_RUNTIME = {*("engine.py", "stream.py"), *("reference_fixture.py", "recording.py", "acceptance.py")}
 WITHOUT_TORCH = {
     "api",
     "fairness",
@@ -91,20 +88,9 @@ SERVER_ARROWS = {
         *("access", "config", "frontends", "images", "maintenance", "process", "requirements", "shared_state"),
         *("telemetry", "calls"),
     },
-    "multiprocess": {
-        *("access", "config", "frontends", "images", "process", "server"),
-        *("telemetry", "calls"),
-    },
+    "multiprocess": {*("access", "config", "frontends", "images", "process", "server"), *("telemetry", "calls")},
     "cli": {
-        *(
-            "access",
-            "config",
-            "evaluation",
-            "frontends",
-            "multiprocess",
-            "images",
-            "process",
-        ),
+        *("access", "config", "evaluation", "frontends", "multiprocess", "images", "process"),
         *("requirements", "server", "telemetry", "calls"),
     },
     "__main__": {"cli", "process"},

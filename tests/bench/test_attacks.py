@@ -66,22 +66,13 @@ def test_an_attack_without_effects_counts_as_held():
         (with_witness(HELD, num_health_failures=3), "health failed 3 times"),
         (with_witness(HELD, failures={"CANCELLED": 1}), "75% answered (1 CANCELLED)"),
         (with_witness(HELD, answers_s=()), "0% answered (nothing was asked)"),
-        (
-            replace(HELD, memory=replace(HELD.memory, peak_bytes=900 * MIB)),
-            "grew by 600 MiB, more than 500",
-        ),
-        (
-            replace(PICTURES, memory=replace(HELD.memory, peak_bytes=1400 * MIB)),
-            "grew by 1100 MiB, more than 1024",
-        ),
+        (replace(HELD, memory=replace(HELD.memory, peak_bytes=900 * MIB)), "grew by 600 MiB, more than 500"),
+        (replace(PICTURES, memory=replace(HELD.memory, peak_bytes=1400 * MIB)), "grew by 1100 MiB, more than 1024"),
         (with_witness(PICTURES, answers_s=(7.0,)), "an answer took 7.0 s, more than 6"),
         (with_witness(ASKED, answers_s=(2.5,)), "an answer took 2.5 s, more than 2"),
         (replace(HELD, end_s=None, exit_status=-9), "SIGTERM did not end the process"),
         (replace(HELD, exit_status=1), "ended with status 1"),
-        (
-            replace(HELD, memory=replace(HELD.memory, was_killed=True), end_s=None),
-            "killed for its memory",
-        ),
+        (replace(HELD, memory=replace(HELD.memory, was_killed=True), end_s=None), "killed for its memory"),
         (replace(HELD, attack=replace(HELD.attack, check=lambda outcome, log: ["bad"])), "bad"),
     ],
 )

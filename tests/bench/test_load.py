@@ -61,13 +61,7 @@ def test_a_closed_loop_that_is_ended_early_has_the_window_until_then():
 
     with (
         empty_server() as address,
-        Processes(
-            Target("grpc", address),
-            Questions(1, (), 1),
-            1,
-            watch=tallies.append,
-            is_ended=is_ended,
-        ) as load,
+        Processes(Target("grpc", address), Questions(1, (), 1), 1, watch=tallies.append, is_ended=is_ended) as load,
     ):
         recording = load.closed(WORKLOADS["direct"], 2, duration_s=86_400.0, warm_up_s=60.0)
         with pytest.raises(EndedEarly):

@@ -70,8 +70,7 @@ async def test_what_the_peer_raises_is_an_error_of_its_request():
 
 
 @pytest.mark.parametrize(
-    ("config", "fp8_experts", "name"),
-    [(SMALL_2, False, "moondream2"), (SMALL_3, True, "moondream3-preview")],
+    ("config", "fp8_experts", "name"), [(SMALL_2, False, "moondream2"), (SMALL_3, True, "moondream3-preview")]
 )
 def test_the_peers_file_has_scales_and_ours_stays(
     tmp_path: Path, config: MoondreamConfig, fp8_experts: bool, name: str

@@ -49,10 +49,7 @@ def test_float8_experts_come_in_the_training_layout_with_scales(tmp_path: Path):
     } <= names
 
 
-@pytest.mark.parametrize(
-    ("name", "num_parameters"),
-    [("moondream2", 1.93e9), ("moondream3", 9.27e9)],
-)
+@pytest.mark.parametrize(("name", "num_parameters"), [("moondream2", 1.93e9), ("moondream3", 9.27e9)])
 def test_full_size_models_have_the_published_number_of_parameters(name: str, num_parameters: float):
     config, fp8_experts = PUBLISHED[name]
     shapes = expected_tensors(config, fp8_experts=fp8_experts).values()

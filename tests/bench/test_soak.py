@@ -57,10 +57,7 @@ def test_a_server_that_stays_as_it_is_gives_no_cause_for_complaint():
         (half_an_hour(mib_per_hour=20.0), "memory of the core 0 rises by 20.0 MiB per hour"),
         (with_error(half_an_hour()), "1 errors that were not injected"),
         (after(replace(VITALS, num_used_pages=2)), "2 pages in use"),
-        (
-            after(with_core(num_descriptors=21)),
-            "descriptors of the core 0: 20 after the warm-up, 21 in the end",
-        ),
+        (after(with_core(num_descriptors=21)), "descriptors of the core 0: 20 after the warm-up, 21 in the end"),
         (after(with_core(num_threads=19)), "threads of the core 0: 18 after the warm-up, 19 in the end"),
         (
             after(with_core(pid=3)),

@@ -63,17 +63,7 @@ def test_an_address_is_a_host_a_url_or_a_target(address: str, target: str, is_en
 
 @pytest.mark.parametrize(
     "address",
-    [
-        "ftp://here",
-        "here:port",
-        "here:0",
-        "here:65536",
-        "::1",
-        "http://here/v1",
-        "a b",
-        "user@here:1",
-        "a:1,b:2",
-    ],
+    ["ftp://here", "here:port", "here:0", "here:65536", "::1", "http://here/v1", "a b", "user@here:1", "a:1,b:2"],
 )
 def test_what_is_no_address_is_refused_with_what_one_is(address: str):
     with pytest.raises(ValueError, match="is no address of a server: an address is host:port, host "):

@@ -187,11 +187,7 @@ def test_a_file_object_is_sent_from_its_position(tmp_path: Path):
 
 
 @pytest.mark.parametrize(
-    ("file", "why"),
-    [
-        (io.BytesIO(b""), "at its end"),
-        (io.StringIO("abc"), "open for reading bytes"),
-    ],
+    ("file", "why"), [(io.BytesIO(b""), "at its end"), (io.StringIO("abc"), "open for reading bytes")]
 )
 def test_a_file_object_without_bytes_is_refused(file: Any, why: str):
     with pytest.raises(InvalidRequest, match=why):

@@ -33,11 +33,7 @@ def test_importing_loads_neither_torch_nor_pillow_nor_the_server_and_warns_of_no
         "print(*{name.partition('.')[0] for name in sys.modules})"
     )
     run = subprocess.run(
-        [sys.executable, "-W", "error", "-c", code],
-        capture_output=True,
-        text=True,
-        check=True,
-        cwd=PACKAGE.parent,
+        [sys.executable, "-W", "error", "-c", code], capture_output=True, text=True, check=True, cwd=PACKAGE.parent
     )
     assert run.stderr == ""
     assert not {"torch", "numpy", "PIL", "kestrel_grpc", "kestrel_runtime"} & set(run.stdout.split())

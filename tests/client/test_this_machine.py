@@ -85,10 +85,7 @@ async def test_an_asynchronous_client_reaches_this_machine_without_the_proxy(add
 
 @pytest.mark.parametrize("proxy", ["http_proxy"], indirect=True)
 def test_a_server_elsewhere_is_asked_through_the_proxy(proxy: Proxy):
-    with (
-        Client("192.0.2.7:50051", max_retries=0, timeout_s=30.0) as client,
-        pytest.raises(KestrelClientError),
-    ):
+    with Client("192.0.2.7:50051", max_retries=0, timeout_s=30.0) as client, pytest.raises(KestrelClientError):
         client.point(b"picture", "kite")
     assert proxy.was_asked.wait(30.0)
     assert proxy.asked[0] == b"CONNECT 192.0.2.7:50051 HTTP/1.1"

@@ -81,13 +81,7 @@ def _prepared(client: Client, is_newest: bool) -> tuple[Sequence[str], str]:
 def _run(client: Client, found: str, arguments: Sequence[str]) -> Result:
     started_s = time.monotonic()
     try:
-        done = subprocess.run(
-            arguments,
-            check=False,
-            timeout=MAX_PROGRAM_S,
-            capture_output=True,
-            text=True,
-        )
+        done = subprocess.run(arguments, check=False, timeout=MAX_PROGRAM_S, capture_output=True, text=True)
     except subprocess.TimeoutExpired:
         return Result(client, found, failed=f"it ran longer than {MAX_PROGRAM_S} s")
     checks = tuple(done.stdout.splitlines())

@@ -23,9 +23,7 @@ from tests.reference_fixtures import CHECKOUT
 CHART = CHECKOUT / "deploy" / "helm"
 INSTANCE = "app.kubernetes.io/instance"
 RENDERER = Client(
-    "helm",
-    str(Path(__file__).with_name("helm_render.py")),
-    ("helm-python-sdk==0.2.2", "pyyaml==6.0.3"),
+    "helm", str(Path(__file__).with_name("helm_render.py")), ("helm-python-sdk==0.2.2", "pyyaml==6.0.3")
 )
 VALUES: dict[str, dict[str, Any]] = {
     "none": {},

@@ -59,13 +59,7 @@ def _draw(
     outcomes: Counter[str] = Counter()
     slowest_s = 0.0
 
-    @settings(
-        max_examples=_BATCH,
-        database=None,
-        deadline=None,
-        derandomize=False,
-        suppress_health_check=UNHURRIED,
-    )
+    @settings(max_examples=_BATCH, database=None, deadline=None, derandomize=False, suppress_health_check=UNHURRIED)
     @given(strategy)
     def one(drawn: Any) -> None:
         nonlocal slowest_s

@@ -74,10 +74,7 @@ _header_values = st.one_of(
 )
 _headers = st.lists(
     st.tuples(
-        st.one_of(
-            st.sampled_from(_HEADER_NAMES),
-            st.text(st.characters(max_codepoint=127), max_size=12),
-        ),
+        st.one_of(st.sampled_from(_HEADER_NAMES), st.text(st.characters(max_codepoint=127), max_size=12)),
         _header_values,
     ),
     max_size=6,

@@ -165,10 +165,7 @@ _webps = st.builds(
     st.one_of(st.sampled_from((0, 2, 10)), st.integers(0, 255)),
 )
 
-_BLOCKS = (
-    *(b"!\xfe\x01a\0", b"!\xff\x0bNETSCAPE2.0\3\1\0\0\0", b"!\xf9\4\1\0\0\0\0"),
-    *(b"!\xfe\0", b"\0", b"!"),
-)
+_BLOCKS = (*(b"!\xfe\x01a\0", b"!\xff\x0bNETSCAPE2.0\3\1\0\0\0", b"!\xf9\4\1\0\0\0\0"), *(b"!\xfe\0", b"\0", b"!"))
 _gif_blocks = st.lists(st.tuples(st.sampled_from(_BLOCKS), st.sampled_from((1, 2, 1_000, 5_000))), max_size=3).map(
     lambda parts: b"".join(block * count for block, count in parts)
 )

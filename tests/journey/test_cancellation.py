@@ -45,9 +45,7 @@ async def test_two_hundred_cancelled_requests_leave_no_page_behind(live_server: 
     await live_server.assert_empty()
 
 
-async def test_outlines_cancelled_early_and_late_leave_no_page_behind(
-    live_server: LiveServer,
-):
+async def test_outlines_cancelled_early_and_late_leave_no_page_behind(live_server: LiveServer):
     request = wire.StreamSegmentRequest(object="hello", image={"data": IMAGE}, sampling={"temperature": 50.0})
 
     async def leave(num_messages: int) -> None:

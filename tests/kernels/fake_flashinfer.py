@@ -80,12 +80,7 @@ class BatchPrefillWithCausalBidirectionalRangesWrapper(_Wrapper):
         assert len(self._starts) == len(paged_kv_indptr)
 
     def run(
-        self,
-        q: Tensor,
-        paged_kv_cache: tuple[Tensor, Tensor],
-        bidirectional_ranges: Tensor,
-        *,
-        enable_pdl: bool,
+        self, q: Tensor, paged_kv_cache: tuple[Tensor, Tensor], bidirectional_ranges: Tensor, *, enable_pdl: bool
     ) -> Tensor:
         self._check(q, paged_kv_cache, uses_dependent_launch=enable_pdl)
         assert (q.dtype, paged_kv_cache[0].dtype) == self._types

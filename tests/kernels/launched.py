@@ -93,14 +93,7 @@ def prefill_attention(
 
 
 def rotary_decode_attention(
-    heads: int,
-    groups: int,
-    head_dim: int,
-    dtype: str,
-    pages: str,
-    batch: int,
-    num_parts: int,
-    of: str = "triton",
+    heads: int, groups: int, head_dim: int, dtype: str, pages: str, batch: int, num_parts: int, of: str = "triton"
 ) -> None:
     """One token for each of `batch` sequences."""
     storage = _empty(2, groups, 16, head_dim, dtype=pages)

@@ -271,14 +271,7 @@ def test_each_row_lands_in_its_slot_and_nowhere_else(page_size):
     for slot in range(5 * page_size):
         page, place = divmod(slot, page_size)
         rows = (slots == slot).nonzero().flatten().tolist()
-        wanted = (
-            (key[rows[0]], value[rows[0]])
-            if rows
-            else (
-                before[0][page, :, place],
-                before[1][page, :, place],
-            )
-        )
+        wanted = (key[rows[0]], value[rows[0]]) if rows else (before[0][page, :, place], before[1][page, :, place])
         assert torch.equal(key_pages[page, :, place], wanted[0])
         assert torch.equal(value_pages[page, :, place], wanted[1])
 

@@ -6,11 +6,7 @@ from dataclasses import fields, replace
 
 import pytest
 import torch
-from torch._subclasses.fake_tensor import (
-    DataDependentOutputException,
-    DynamicOutputShapeException,
-    FakeTensorMode,
-)
+from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException, FakeTensorMode
 
 import kestrel_ops
 from kestrel_ops import Kernels, ModelShape, TextShape, VisionShape, reference

@@ -9,13 +9,7 @@ import torch
 from torch import nn
 from torch.nn.functional import gelu, linear, log_softmax, scaled_dot_product_attention, softmax
 
-from kestrel_ops import (
-    InvariantMode,
-    depends_on_chunks,
-    depends_on_place,
-    prefill_attention,
-    reference,
-)
+from kestrel_ops import InvariantMode, depends_on_chunks, depends_on_place, prefill_attention, reference
 from tests.kernels.implementations import (
     DEVICE,
     FLOAT8,

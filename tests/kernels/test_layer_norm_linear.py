@@ -4,13 +4,7 @@ import pytest
 import torch
 from torch.nn.functional import layer_norm
 
-from tests.kernels.implementations import (
-    DEVICE,
-    ROUNDING,
-    implementation_name,
-    implementations,
-    relative_error,
-)
+from tests.kernels.implementations import DEVICE, ROUNDING, implementation_name, implementations, relative_error
 
 every_implementation = pytest.mark.parametrize(
     "layer_norm_linear", implementations("layer_norm_linear"), ids=implementation_name

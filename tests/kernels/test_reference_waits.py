@@ -48,10 +48,7 @@ def adapters():
 
 # Six tokens of three sequences, 2 heads of 8; or rows of 16.
 OPERANDS = {
-    "add_low_rank": lambda: (
-        *(blank(6, 16), blank(6, 16)),
-        *(LowRank(blank(2, 4, 16), blank(2, 4, 16)), longs(6)),
-    ),
+    "add_low_rank": lambda: (*(blank(6, 16), blank(6, 16)), *(LowRank(blank(2, 4, 16), blank(2, 4, 16)), longs(6))),
     "add_down_terms": lambda: (blank(6, 16), blank(6, 32), None, adapters()),
     "add_layer_norm": lambda: (blank(6, 16), blank(6, 16), 1e-5, torch.float32),
     "add_up_terms": lambda: (blank(6, 32), adapters()),

@@ -19,11 +19,7 @@ from tests.kernels.paged import Heads, attend, padded, paged
 HEADS = [Heads(2, 2, 16), Heads(4, 2, 12), Heads(1, 1, 64), Heads(5, 1, 20), Heads(2, 1, 24)]
 MOST_POSITIONS = 400
 # The cache's type, and the relative errors of what is attended and of what is stored.
-CACHES = [
-    (torch.float32, 1e-5, 1e-6),
-    (torch.bfloat16, 1e-2, 6e-3),
-    (FLOAT8, 0.1, 0.05),
-]
+CACHES = [(torch.float32, 1e-5, 1e-6), (torch.bfloat16, 1e-2, 6e-3), (FLOAT8, 0.1, 0.05)]
 
 every_implementation = pytest.mark.parametrize(
     "rotary_decode_attention", implementations("rotary_decode_attention"), ids=implementation_name

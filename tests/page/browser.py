@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from axe_playwright_python.base import AXE_FILE_PATH
-from playwright.async_api import Browser, ConsoleMessage, Page, Playwright, Request, ViewportSize
+from playwright.async_api import Browser, ConsoleMessage, Locator, Page, Playwright, Request, ViewportSize
 
 from tests.reference_fixtures import CHECKOUT
 
@@ -62,36 +62,45 @@ class Window:
         """Fill in what the skill needs, and ask."""
         await self.choose(skill)
         for name, text in fields.items():
-            await self.page.locator(f"#{name}").fill(text)
+            await self.find(f"#{name}").fill(text)
         await self.page.get_by_role("button", name="Ask", exact=True).click()
+
+    async def get_answer(self, skill: str, **fields: str) -> None:
+        """Ask, and wait until the answer is complete."""
+        await self.ask(skill, **fields)
+        await self.has_status("Complete.")
+
+    def find(self, selector: str, *, has_text: str | re.Pattern[str] | None = None) -> Locator:
+        """An element of the page, or several."""
+        return self.page.locator(selector, has_text=has_text)
 
     async def choose(self, skill: str) -> None:
         """Choose a skill."""
-        await self.page.locator(f"[name=skill][value={skill}]").check()
+        await self.find(f"[name=skill][value={skill}]").check()
 
     async def has_status(self, text: str) -> None:
         """Wait until the page says this about the answer."""
-        await self.page.locator("#status", has_text=re.compile(f"^{re.escape(text)}$")).wait_for()
+        await self.find("#status", has_text=re.compile(f"^{re.escape(text)}$")).wait_for()
 
     async def is_in_sight(self, selector: str) -> bool:
         """Returns True if all of an element is on the screen."""
         inside = "({top, bottom}) => top >= 0 && bottom <= innerHeight"
         shown = f"(element) => ({inside})(element.getBoundingClientRect())"
-        return await self.page.locator(selector).first.evaluate(shown)
+        return await self.find(selector).first.evaluate(shown)
 
     async def text(self, selector: str) -> str:
         """The text of an element."""
-        return await self.page.locator(selector).inner_text()
+        return await self.find(selector).inner_text()
 
     async def sample(self, language: str) -> str:
         """The request as code."""
         await self.page.get_by_role("radio", name=language, exact=True).check()
-        return await self.page.locator("#sample-text").inner_text()
+        return await self.find("#sample-text").inner_text()
 
     async def center_of(self, selector: str) -> tuple[float, float]:
         """Where the middle of something that is drawn is, as fractions of the picture."""
-        frame = await self.page.locator("#frame").bounding_box()
-        drawn = await self.page.locator(selector).first.bounding_box()
+        frame = await self.find("#frame").bounding_box()
+        drawn = await self.find(selector).first.bounding_box()
         assert frame is not None
         assert drawn is not None
         x = (drawn["x"] + drawn["width"] / 2 - frame["x"]) / frame["width"]
@@ -151,7 +160,7 @@ async def window(
         opened.page.on("pageerror", lambda error: _append(opened.problems, str(error)))
         opened.page.on("request", lambda request: _append(opened.requests, request))
         await opened.page.goto(origin)
-        await opened.page.locator("#server", has_text=re.compile("served by|token")).wait_for()
+        await opened.find("#server", has_text=re.compile("served by|token")).wait_for()
         if has_example:
             await opened.has_status("Complete.")
         yield opened

@@ -119,22 +119,21 @@ async def test_the_page_opens_with_an_example_that_is_answered(
             assert await opened.is_in_sight(part)
         assert await opened.page.evaluate("scrollY") == 0
         # Nothing is drawn.
-        assert await opened.page.locator("#save-picture").is_hidden()
+        assert await opened.find("#save-picture").is_hidden()
         # Nothing is stored of what nobody chose.
         assert opened.uploads() == []
         assert [item.url for item in opened.requests if item.method == "POST"] == [f"{origin_of(nano)}/v1/query"]
         if size is PHONE:
             # The keyboard, which is there while a field has the focus, does not cover the answer.
-            await opened.page.locator("#question").press("Enter")
+            await opened.find("#question").press("Enter")
             await opened.has_status("Complete.")
             assert await opened.page.evaluate("document.activeElement === document.body")
             assert await opened.is_in_sight("#answer")
         # With each skill the example is asked what suits it.
-        await opened.ask("detect")
-        await opened.has_status("Complete.")
-        assert await opened.page.locator("#overlay rect.line").count() == 1
+        await opened.get_answer("detect")
+        assert await opened.find("#overlay rect.line").count() == 1
         await opened.page.get_by_role("button", name="Remove").click()
-        assert await opened.page.locator("#object").input_value() == ""
+        assert await opened.find("#object").input_value() == ""
 
 
 async def test_a_question_takes_the_place_of_the_example_that_is_being_asked(browser: Browser):
@@ -143,8 +142,7 @@ async def test_a_question_takes_the_place_of_the_example_that_is_being_asked(bro
 
     async with faked(browser, FakeEngine(only_the_example), has_example=False) as (rig, opened):
         await rig.engine.num_submitted.acquire()
-        await opened.ask("query", question="What bird is it?")
-        await opened.has_status("Complete.")
+        await opened.get_answer("query", question="What bird is it?")
         assert await opened.text("#asked") == "What bird is it?"
         assert rig.engine.num_cancelled == 1
 
@@ -157,13 +155,12 @@ async def test_a_question_is_answered_with_its_confidence_and_timings(
     browser: Browser, nano: Server, size: ViewportSize | None, scheme: Literal["light", "dark"]
 ):
     async with window(browser, origin_of(nano), size=size, scheme=scheme) as opened:
-        await opened.ask("query", question="What color is the star?")
-        await opened.has_status("Complete.")
+        await opened.get_answer("query", question="What color is the star?")
         assert await opened.text("#answer") == "yellow"
         confidence = re.match(r"Confidence: ([\d.]+) %", await opened.text("#confidence"))
         assert confidence is not None
         assert 50 < float(confidence[1]) <= 100
-        assert await opened.page.locator("#timings").is_hidden()
+        assert await opened.find("#timings").is_hidden()
         assert await opened.is_in_sight("#answer")
         await opened.page.get_by_text("Times, tokens and ids").click()
         assert "First token, in the server" in await opened.text("#timings")
@@ -176,10 +173,9 @@ async def test_a_question_is_answered_with_its_confidence_and_timings(
 
 async def test_a_description_is_as_long_as_is_asked(browser: Browser, nano: Server):
     async with window(browser, origin_of(nano)) as opened:
-        await opened.page.locator("[value=caption]").check()
-        await opened.page.locator("#length").select_option("short")
-        await opened.ask("caption")
-        await opened.has_status("Complete.")
+        await opened.find("[value=caption]").check()
+        await opened.find("#length").select_option("short")
+        await opened.get_answer("caption")
         assert "star" in await opened.text("#answer")
         assert opened.body_of_last_request()["length"] == "short"
         await opened.screenshot("caption-desktop")
@@ -187,51 +183,47 @@ async def test_a_description_is_as_long_as_is_asked(browser: Browser, nano: Serv
 
 async def test_points_are_drawn_where_the_objects_are(browser: Browser, nano: Server):
     async with window(browser, origin_of(nano)) as opened:
-        await opened.ask("point", object="star")
-        await opened.has_status("Complete.")
-        assert await opened.page.locator("#overlay circle").count() == 1
+        await opened.get_answer("point", object="star")
+        assert await opened.find("#overlay circle").count() == 1
         assert near(await opened.center_of("#overlay circle"), STAR)
-        assert await opened.page.locator("#answer li").count() == 1
+        assert await opened.find("#answer li").count() == 1
         await opened.screenshot("point-desktop")
 
 
 async def test_boxes_are_drawn_around_the_objects(browser: Browser, nano: Server):
     async with window(browser, origin_of(nano)) as opened:
-        await opened.ask("detect", object="shape")
-        await opened.has_status("Complete.")
-        assert await opened.page.locator("#overlay rect.line").count() == 5
-        await opened.page.locator("#answer li").nth(1).hover()
-        assert await opened.page.locator("#overlay .lit rect").count() == 2
+        await opened.get_answer("detect", object="shape")
+        assert await opened.find("#overlay rect.line").count() == 5
+        await opened.find("#answer li").nth(1).hover()
+        assert await opened.find("#overlay .lit rect").count() == 2
         await opened.screenshot("detect-desktop")
         # Drawings stay on their objects when the window changes its size.
-        await opened.ask("detect", object="yellow star")
-        await opened.has_status("Complete.")
+        await opened.get_answer("detect", object="yellow star")
         await opened.page.set_viewport_size({"width": 500, "height": 700})
-        width = await opened.page.locator("#frame").evaluate("(frame) => frame.clientWidth")
-        await opened.page.locator(f'#overlay[viewBox^="0 0 {width} "]').wait_for()
+        width = await opened.find("#frame").evaluate("(frame) => frame.clientWidth")
+        await opened.find(f'#overlay[viewBox^="0 0 {width} "]').wait_for()
         assert near(await opened.center_of("#overlay rect.line"), STAR)
 
 
 async def test_several_objects_have_a_colour_each_with_a_legend_and_scores(browser: Browser, nano: Server):
     async with window(browser, origin_of(nano)) as opened:
-        await opened.ask("detect", object="star; red circle; dog")
-        await opened.has_status("Complete.")
+        await opened.get_answer("detect", object="star; red circle; dog")
         body = opened.body_of_last_request()
         assert (body["objects"], "object" in body) == (["star", "red circle", "dog"], False)
-        assert await opened.page.locator("#overlay rect.line").count() == 2
-        strokes = await opened.page.locator("#overlay rect.line").evaluate_all(
+        assert await opened.find("#overlay rect.line").count() == 2
+        strokes = await opened.find("#overlay rect.line").evaluate_all(
             "(lines) => lines.map((line) => getComputedStyle(line).stroke)"
         )
-        swatches = await opened.page.locator("#answer .swatch").evaluate_all(
+        swatches = await opened.find("#answer .swatch").evaluate_all(
             "(swatches) => swatches.map((swatch) => getComputedStyle(swatch).backgroundColor)"
         )
         assert strokes == swatches[:2]
         assert len(set(swatches)) == 3
-        rows = await opened.page.locator("#answer .legend > li").all_inner_texts()
+        rows = await opened.find("#answer .legend > li").all_inner_texts()
         assert [row.split(":")[0].split("\n")[0] for row in rows] == ["star", "red circle", "dog"]
         assert "nothing was found" in rows[2]
         assert "score 0.9" in rows[0]
-        assert await opened.page.locator("#overlay text").all_text_contents() == ["star 1", "red circle 1"]
+        assert await opened.find("#overlay text").all_text_contents() == ["star 1", "red circle 1"]
         assert await opened.text("#asked") == "Boxes around “star”, “red circle”, “dog”"
         assert await opened.accessibility_problems() == []
 
@@ -240,8 +232,7 @@ async def test_several_objects_have_a_colour_each_with_a_legend_and_scores(brows
 async def test_an_outline_is_drawn(browser: Browser, nano: Server, scheme: Literal["light", "dark"]):
     size = PHONE if scheme == "dark" else None
     async with window(browser, origin_of(nano), size=size, scheme=scheme) as opened:
-        await opened.ask("segment", object="yellow star")
-        await opened.has_status("Complete.")
+        await opened.get_answer("segment", object="yellow star")
         assert near(await opened.center_of("#overlay path.line"), STAR)
         await opened.screenshot("segment-phone-dark" if scheme == "dark" else "segment-desktop")
         assert await opened.accessibility_problems() == []
@@ -250,27 +241,25 @@ async def test_an_outline_is_drawn(browser: Browser, nano: Server, scheme: Liter
 async def test_a_look_is_drawn_from_the_eye_that_is_clicked(browser: Browser):
     async with faked(browser) as (rig, opened):
         await opened.choose("gaze")
-        frame = await opened.page.locator("#frame").bounding_box()
+        frame = await opened.find("#frame").bounding_box()
         assert frame is not None
         await opened.page.mouse.click(frame["x"] + 0.25 * frame["width"], frame["y"] + 0.5 * frame["height"])
         assert near(await opened.center_of("#overlay circle.given"), (0.25, 0.5))
-        await opened.ask("gaze")
-        await opened.has_status("Complete.")
+        await opened.get_answer("gaze")
         (request,) = rig.engine.requests
         assert isinstance(request, Gaze)
         assert near((request.eye.x, request.eye.y), (0.25, 0.5))
-        assert await opened.page.locator("#overlay line.line").count() == 1
+        assert await opened.find("#overlay line.line").count() == 1
         await opened.screenshot("gaze-desktop")
 
 
 async def test_reasoning_is_shown_with_the_points_that_it_speaks_of(browser: Browser):
     async with faked(browser) as (_, opened):
-        await opened.page.locator("#reasoning").check()
-        await opened.ask("query", question="What bird is it?")
-        await opened.has_status("Complete.")
-        assert await opened.page.locator("#thoughts").is_visible()
-        assert await opened.page.locator("#reasoning-text mark").count() > 0
-        assert await opened.page.locator("#overlay circle").count() > 0
+        await opened.find("#reasoning").check()
+        await opened.get_answer("query", question="What bird is it?")
+        assert await opened.find("#thoughts").is_visible()
+        assert await opened.find("#reasoning-text mark").count() > 0
+        assert await opened.find("#overlay circle").count() > 0
         await opened.screenshot("reasoning-desktop")
         assert await opened.accessibility_problems() == []
 
@@ -281,18 +270,18 @@ async def test_reasoning_is_shown_with_the_points_that_it_speaks_of(browser: Bro
 async def test_an_answer_is_shown_while_it_is_generated(browser: Browser):
     async with faked(browser, FakeEngine(holds)) as (rig, opened):
         await opened.ask("query", question="What bird is it?")
-        await opened.page.locator("#answer", has_text=re.compile(r"^a k$")).wait_for()
-        assert await opened.page.locator("#answer").get_attribute("aria-busy") == "true"
+        await opened.find("#answer", has_text=re.compile(r"^a k$")).wait_for()
+        assert await opened.find("#answer").get_attribute("aria-busy") == "true"
         rig.engine.release()
         await opened.has_status("Complete.")
         assert await opened.text("#answer") == "a kestrel"
-        assert await opened.page.locator("#answer").get_attribute("aria-busy") == "false"
+        assert await opened.find("#answer").get_attribute("aria-busy") == "false"
 
 
 async def test_a_stopped_stream_ends_the_request_and_keeps_what_has_come(browser: Browser):
     async with faked(browser, FakeEngine(holds)) as (rig, opened):
         await opened.ask("query", question="What bird is it?")
-        await opened.page.locator("#answer", has_text=re.compile(r"^a k$")).wait_for()
+        await opened.find("#answer", has_text=re.compile(r"^a k$")).wait_for()
         await opened.page.get_by_role("button", name="Stop").click()
         await opened.has_status("Stopped.")
         await rig.engine.is_idle.wait()
@@ -301,25 +290,24 @@ async def test_a_stopped_stream_ends_the_request_and_keeps_what_has_come(browser
         assert await opened.page.evaluate("document.activeElement.id") == "ask"
         await opened.screenshot("stopped-desktop")
         rig.engine.release()
-        await opened.ask("query", question="And this?")
-        await opened.has_status("Complete.")
+        await opened.get_answer("query", question="And this?")
 
 
 async def test_another_skill_or_picture_removes_the_answer_and_ends_the_request(browser: Browser):
     async with faked(browser, FakeEngine(holds)) as (rig, opened):
-        assert await opened.page.locator("#answer-heading").is_visible()
+        assert await opened.find("#answer-heading").is_visible()
         await opened.choose("caption")
         assert await opened.text("#result") == ""
-        assert await opened.page.locator("#keep").is_hidden()
+        assert await opened.find("#keep").is_hidden()
         changes = (opened.choose("point"), opened.page.get_by_role("button", name="Remove").click())
         for number, change in enumerate(changes, 1):
             await opened.ask("query", question="What bird is it?")
-            await opened.page.locator("#answer", has_text=re.compile(r"^a k$")).wait_for()
+            await opened.find("#answer", has_text=re.compile(r"^a k$")).wait_for()
             await change
             assert await opened.text("#answer") + await opened.text("#status") == ""
             await rig.engine.is_idle.wait()
             assert rig.engine.num_cancelled == number
-        assert await opened.page.locator("#entries li").count() == 1
+        assert await opened.find("#entries li").count() == 1
 
 
 async def test_an_overload_says_when_to_try_again(browser: Browser):
@@ -328,7 +316,7 @@ async def test_an_overload_says_when_to_try_again(browser: Browser):
         first = asyncio.create_task(rig.ask("/v1/query", {"question": "?"}))
         await rig.engine.num_submitted.acquire()
         await opened.ask("query", question="What bird is it?")
-        await opened.page.locator("#error", has_text="QUEUE_FULL").wait_for()
+        await opened.find("#error", has_text="QUEUE_FULL").wait_for()
         assert "in 1 s" in await opened.text("#error")
         await opened.screenshot("overload-desktop")
         assert await opened.accessibility_problems() == []
@@ -342,9 +330,9 @@ async def test_an_overload_says_when_to_try_again(browser: Browser):
 async def test_a_refusal_names_the_fields_that_are_wrong(browser: Browser, nano: Server):
     async with window(browser, origin_of(nano), size=PHONE, refusals=(400,)) as opened:
         await opened.page.get_by_text("More settings").click()
-        await opened.page.locator("#constraint").select_option("regex")
-        await opened.page.locator("#constraint-text").fill("(")
-        await opened.page.locator("#top_p").fill("2")
+        await opened.find("#constraint").select_option("regex")
+        await opened.find("#constraint-text").fill("(")
+        await opened.find("#top_p").fill("2")
         await opened.ask("query", question="What is in this image?")
         await opened.has_status("Failed.")
         assert "top_p: must be above 0 and at most 1" in await opened.text("#error")
@@ -354,7 +342,7 @@ async def test_a_refusal_names_the_fields_that_are_wrong(browser: Browser, nano:
         assert "INVALID_REQUEST" in shown
         assert "settings.top_p" in shown
         await opened.page.get_by_text("For a report").click()
-        assert await opened.page.locator("#top_p").get_attribute("aria-invalid") == "true"
+        assert await opened.find("#top_p").get_attribute("aria-invalid") == "true"
         assert await opened.accessibility_problems() == []
         await opened.page.get_by_text("More settings").click()
         await opened.screenshot("error-phone")
@@ -369,22 +357,20 @@ async def test_what_is_missing_is_said_before_anything_is_sent(browser: Browser)
         await opened.ask("detect", object="star")
         assert await opened.text("#problem") == "Choose a picture first."
         await opened.page.get_by_text("More settings").click()
-        await opened.page.locator("#temperature").fill("0.5")
+        await opened.find("#temperature").fill("0.5")
         await opened.ask("query", question="?", places="2,3")
         assert "from 0 to 1" in await opened.text("#problem")
-        assert await opened.page.locator("[aria-invalid]").evaluate_all("(all) => all.map(({id}) => id)") == [
-            "places"
-        ]
+        assert await opened.find("[aria-invalid]").evaluate_all("(all) => all.map(({id}) => id)") == ["places"]
         assert await opened.is_in_sight("#problem")
         assert await opened.accessibility_problems() == []
-        await opened.page.locator("#places").fill("0.2,0.3")
-        assert await opened.page.locator("#problem, [aria-invalid]").count() == 0
+        await opened.find("#places").fill("0.2,0.3")
+        assert await opened.find("#problem, [aria-invalid]").count() == 0
         assert rig.engine.requests == []
 
 
 async def test_a_picture_that_is_too_large_is_not_sent(browser: Browser):
     async with faked(browser, FakeEngine(max_image_bytes=5000), has_example=False) as (rig, opened):
-        await opened.page.locator("#picture-facts", has_text="900 × 600").wait_for()
+        await opened.find("#picture-facts", has_text="900 × 600").wait_for()
         assert await opened.text("#error") == ""
         await opened.ask("caption")
         assert "at most 5000 bytes" in await opened.text("#problem")
@@ -397,17 +383,17 @@ async def test_a_server_that_is_gone_is_named_as_the_cause(browser: Browser):
         await rig.server.stop()
         await opened.ask("query", question="What bird is it?")
         await opened.has_status("Failed.")
-        assert await opened.page.locator("#error p").inner_text() == "No server answers, or the connection broke."
+        assert await opened.find("#error p").inner_text() == "No server answers, or the connection broke."
         opened.problems[:] = [text for text in opened.problems if "ERR_CONNECTION_REFUSED" not in text]
 
 
 async def test_a_picture_that_is_none_is_refused_with_the_reason(browser: Browser, nano: Server):
     async with window(browser, origin_of(nano), refusals=(400,)) as opened:
         broken = {"name": "broken.png", "mimeType": "image/png", "buffer": DEMO_PICTURE.read_bytes()[:200]}
-        await opened.page.locator("#file").set_input_files(broken)
+        await opened.find("#file").set_input_files(broken)
         await opened.ask("caption")
         await opened.has_status("Failed.")
-        assert "IMAGE_DECODE_FAILED" in (await opened.page.locator("#error").text_content() or "")
+        assert "IMAGE_DECODE_FAILED" in (await opened.find("#error").text_content() or "")
 
 
 # What is kept of answers
@@ -415,19 +401,17 @@ async def test_a_picture_that_is_none_is_refused_with_the_reason(browser: Browse
 
 async def test_earlier_answers_are_shown_again_with_their_pictures(browser: Browser, nano: Server):
     async with window(browser, origin_of(nano), size=PHONE) as opened:
-        await opened.ask("detect", object="shape")
-        await opened.has_status("Complete.")
+        await opened.get_answer("detect", object="shape")
         await opened.page.get_by_role("button", name="Remove").click()
-        await opened.ask("query", question="What is a star?")
-        await opened.has_status("Complete.")
-        entries = opened.page.locator("#entries button")
+        await opened.get_answer("query", question="What is a star?")
+        entries = opened.find("#entries button")
         asked = ["What is a star?", "Boxes around “shape”", EXAMPLE_QUESTION]
         assert await entries.locator("span:first-child").all_inner_texts() == asked
         await entries.nth(1).click()
         assert await opened.text("#status") == "Complete."
-        assert await opened.page.locator("#overlay rect.line").count() == 5
-        assert await opened.page.locator("#object").input_value() == "shape"
-        assert await opened.page.locator("[value=detect]").is_checked()
+        assert await opened.find("#overlay rect.line").count() == 5
+        assert await opened.find("#object").input_value() == "shape"
+        assert await opened.find("[value=detect]").is_checked()
         assert await opened.is_in_sight("#answer li")
         assert await entries.nth(1).get_attribute("aria-current") == "true"
         assert await opened.accessibility_problems() == []
@@ -438,8 +422,7 @@ async def test_earlier_answers_are_shown_again_with_their_pictures(browser: Brow
 async def test_the_drawn_picture_and_the_answer_are_saved(browser: Browser, nano: Server, tmp_path: Path):
     async with window(browser, origin_of(nano)) as opened:
         for skill, object_ in (("detect", "star"), ("point", "star"), ("segment", "yellow star")):
-            await opened.ask(skill, object=object_)
-            await opened.has_status("Complete.")
+            await opened.get_answer(skill, object=object_)
             saved: dict[str, Path] = {}
             for button, kind in (("Save the picture", "png"), ("Save as JSON", "json")):
                 async with opened.page.expect_download() as begun:
@@ -463,7 +446,7 @@ async def test_the_drawn_picture_and_the_answer_are_saved(browser: Browser, nano
                 skill == "segment"
             )
         # What is shown as inside is what the mask has.
-        area = opened.page.locator("#overlay path.area")
+        area = opened.find("#overlay path.area")
         assert await area.evaluate("path => getComputedStyle(path).fillRule") == "nonzero"
         async with opened.page.expect_download() as begun:
             await opened.page.get_by_role("button", name="Save the mask").click()
@@ -488,13 +471,12 @@ async def test_a_token_is_asked_for_and_kept_in_this_tab_only(browser: Browser, 
         token = opened.page.get_by_label("Token", exact=True)
         await token.fill("wrong")
         await token.press("Tab")
-        await opened.page.locator("#error", has_text="TOKEN_INVALID").wait_for()
+        await opened.find("#error", has_text="TOKEN_INVALID").wait_for()
         await token.fill(TOKEN)
         await token.press("Tab")
-        await opened.page.locator("#server", has_text="served by").wait_for()
+        await opened.find("#server", has_text="served by").wait_for()
         await opened.has_status("Complete.")
-        await opened.ask("query", question="What bird is it?")
-        await opened.has_status("Complete.")
+        await opened.get_answer("query", question="What bird is it?")
         # The token may not store images, so the picture went with the request.
         assert opened.body_of_last_request()["image_url"].startswith("data:image/png;base64,")
         assert "sent with each request" in await opened.text("#picture-facts")
@@ -519,8 +501,7 @@ async def test_a_token_is_asked_for_and_kept_in_this_tab_only(browser: Browser, 
 async def test_a_picture_is_sent_once_and_named_from_then_on(browser: Browser):
     async with faked(browser, refusals=(404,)) as (rig, opened):
         for _ in range(2):
-            await opened.ask("query", question="What bird is it?")
-            await opened.has_status("Complete.")
+            await opened.get_answer("query", question="What bird is it?")
         assert len(opened.uploads()) == 1
         handle = opened.body_of_last_request()["image_url"]
         assert handle.startswith("sha256:")
@@ -528,27 +509,25 @@ async def test_a_picture_is_sent_once_and_named_from_then_on(browser: Browser):
         assert handle not in await opened.sample("curl")
         # The server has dropped it.
         assert (await rig.ask(f"/v1/images/{handle}", verb="DELETE")).status == 200
-        await opened.ask("query", question="Is it there?")
-        await opened.has_status("Complete.")
+        await opened.get_answer("query", question="Is it there?")
         assert len(opened.uploads()) == 2
         await opened.page.get_by_role("button", name="Delete from the server").click()
-        await opened.page.locator("#forget").wait_for(state="hidden")
+        await opened.find("#forget").wait_for(state="hidden")
         assert (await rig.ask(f"/v1/images/{handle}")).status == 404
         assert {request.images for request in rig.engine.requests} == {(DEMO_PICTURE.read_bytes(),)}
     async with faked(browser, max_stored_image_bytes=0) as (rig, opened):
-        await opened.ask("caption")
-        await opened.has_status("Complete.")
+        await opened.get_answer("caption")
         assert opened.uploads() == []
         assert rig.engine.requests[0].images == (DEMO_PICTURE.read_bytes(),)
 
 
 async def test_pictures_are_chosen_dropped_and_pasted(browser: Browser):
     async with faked(browser) as (rig, opened):
-        await opened.page.locator("#file").set_input_files(DEMO_PICTURE)
-        await opened.page.locator("#picture-facts", has_text="demo_picture.png · 900 × 600").wait_for()
+        await opened.find("#file").set_input_files(DEMO_PICTURE)
+        await opened.find("#picture-facts", has_text="demo_picture.png · 900 × 600").wait_for()
         for kind, target in (("drop", "#stage"), ("paste", "body")):
             await opened.page.get_by_role("button", name="Remove").click()
-            assert await opened.page.locator("#frame").is_hidden()
+            assert await opened.find("#frame").is_hidden()
             await opened.page.evaluate(
                 """async ([kind, target]) => {
                     const blob = await (await fetch("/page/example.png")).blob();
@@ -560,15 +539,14 @@ async def test_pictures_are_chosen_dropped_and_pasted(browser: Browser):
                 }""",
                 [kind, target],
             )
-            await opened.page.locator("#picture-facts", has_text=f"{kind}.png · 900 × 600").wait_for()
-        await opened.ask("caption")
-        await opened.has_status("Complete.")
+            await opened.find("#picture-facts", has_text=f"{kind}.png · 900 × 600").wait_for()
+        await opened.get_answer("caption")
         assert rig.engine.requests[0].images == (DEMO_PICTURE.read_bytes(),)
 
 
 async def test_a_picture_is_named_by_its_address_where_the_server_fetches_pictures(browser: Browser):
     async with faked(browser) as (_, opened):
-        assert await opened.page.locator("#address-row").is_hidden()
+        assert await opened.find("#address-row").is_hidden()
     async with faked(browser, refusals=(400,), image_hosts=parse_hosts("example.com")) as (_, opened):
         address = "https://pictures.example.org/birds/kestrel.jpg"
         field = opened.page.get_by_label("Or the address of a picture")
@@ -580,7 +558,7 @@ async def test_a_picture_is_named_by_its_address_where_the_server_fetches_pictur
         assert "server fetches this picture" in await opened.text("#not-shown")
         assert opened.requests == []
         for language in ("curl", "Python", "grpcurl", "OpenAI"):
-            await opened.page.locator("#question").fill("What bird is it?")
+            await opened.find("#question").fill("What bird is it?")
             assert address in await opened.sample(language)
         await opened.ask("query")
         await opened.has_status("Failed.")
@@ -596,10 +574,9 @@ async def test_what_only_the_browser_reads_is_sent_as_jpeg(browser: Browser):
     async with faked(browser) as (rig, opened):
         # Chromium reads AVIF, and no HEIC. What a file is, its content says.
         file = {"name": "shapes.avif", "mimeType": "image/avif", "buffer": avif.getvalue()}
-        await opened.page.locator("#file").set_input_files(file)
-        await opened.page.locator("#picture-facts", has_text="shapes.avif, sent as JPEG · 900 × 600").wait_for()
-        await opened.ask("caption")
-        await opened.has_status("Complete.")
+        await opened.find("#file").set_input_files(file)
+        await opened.find("#picture-facts", has_text="shapes.avif, sent as JPEG · 900 × 600").wait_for()
+        await opened.get_answer("caption")
         (request,) = rig.engine.requests
         (image,) = request.images
         assert isinstance(image, bytes)
@@ -607,32 +584,30 @@ async def test_what_only_the_browser_reads_is_sent_as_jpeg(browser: Browser):
             assert (sent.format, sent.size) == ("JPEG", (900, 600))
         assert (await opened.sample("Python")).startswith("# shapes.jpg is shapes.avif as JPEG.\n")
         heic = {"name": "IMG_1.HEIC", "mimeType": "", "buffer": b"\0\0\0\x18ftypheic\0\0\0\0mif1heic"}
-        await opened.page.locator("#file").set_input_files(heic)
-        await opened.page.locator("#error", has_text="This browser cannot read HEIC files").wait_for()
+        await opened.find("#file").set_input_files(heic)
+        await opened.find("#error", has_text="This browser cannot read HEIC files").wait_for()
         assert "shapes.avif" in await opened.text("#picture-facts")
         # The server reads TIFF, which Chromium does not.
         tiff = io.BytesIO()
         with Image.open(DEMO_PICTURE) as picture:
             picture.save(tiff, "TIFF")
         file = {"name": "shapes.tiff", "mimeType": "image/tiff", "buffer": tiff.getvalue()}
-        await opened.page.locator("#file").set_input_files(file)
-        await opened.page.locator("#not-shown", has_text="This browser cannot show the picture").wait_for()
-        await opened.ask("detect", object="star")
-        await opened.has_status("Complete.")
+        await opened.find("#file").set_input_files(file)
+        await opened.find("#not-shown", has_text="This browser cannot show the picture").wait_for()
+        await opened.get_answer("detect", object="star")
         assert rig.engine.requests[1].images == (tiff.getvalue(),)
-        assert await opened.page.locator("#save-picture").is_hidden()
+        assert await opened.find("#save-picture").is_hidden()
 
 
 async def test_the_camera_takes_a_picture(browser: Browser):
     async with faked(browser) as (rig, opened):
         await opened.page.get_by_role("button", name="Camera").click()
-        await opened.page.locator("#shoot").wait_for()
+        await opened.find("#shoot").wait_for()
         await opened.screenshot("camera-desktop")
         await opened.page.get_by_role("button", name="Take the picture").click()
-        await opened.page.locator("#picture-facts", has_text="camera.jpg").wait_for()
+        await opened.find("#picture-facts", has_text="camera.jpg").wait_for()
         assert await opened.page.evaluate("document.getElementById('video').srcObject") is None
-        await opened.ask("query", question="What is this?")
-        await opened.has_status("Complete.")
+        await opened.get_answer("query", question="What is this?")
         (image,) = rig.engine.requests[0].images
         assert isinstance(image, bytes)
         assert image.startswith(b"\xff\xd8\xff")  # a JPEG
@@ -642,8 +617,8 @@ async def test_places_are_marked_in_the_picture(browser: Browser):
     async with faked(browser) as (rig, opened):
         await opened.page.get_by_text("More settings").click()
         await opened.page.get_by_role("button", name="Mark places in the picture").click()
-        await opened.page.locator("#frame").scroll_into_view_if_needed()
-        frame = await opened.page.locator("#frame").bounding_box()
+        await opened.find("#frame").scroll_into_view_if_needed()
+        frame = await opened.find("#frame").bounding_box()
         assert frame is not None
 
         def at(x: float, y: float) -> tuple[float, float]:
@@ -654,9 +629,8 @@ async def test_places_are_marked_in_the_picture(browser: Browser):
         await opened.page.mouse.down()
         await opened.page.mouse.move(*at(0.4, 0.6))
         await opened.page.mouse.up()
-        assert await opened.page.locator("#overlay .given").count() == 2
-        await opened.ask("query", question="What is it?")
-        await opened.has_status("Complete.")
+        assert await opened.find("#overlay .given").count() == 2
+        await opened.get_answer("query", question="What is it?")
         point, box = opened.body_of_last_request()["spatial_refs"]
         assert point == pytest.approx([0.2, 0.7], abs=0.01)
         assert box == pytest.approx([0.4, 0.6, 0.6, 0.9], abs=0.01)
@@ -669,7 +643,7 @@ async def test_places_are_marked_in_the_picture(browser: Browser):
 async def test_constraints_sampling_and_handling_reach_the_server(browser: Browser):
     async with faked(browser) as (_, opened):
         await opened.page.get_by_text("More settings").click()
-        await opened.page.locator("#constraint").select_option("choices")
+        await opened.find("#constraint").select_option("choices")
         fields = {
             "constraint-text": "yes\nno",
             "temperature": "0.5",
@@ -681,11 +655,11 @@ async def test_constraints_sampling_and_handling_reach_the_server(browser: Brows
             "timeout": "30",
         }
         for name, value in fields.items():
-            await opened.page.locator(f"#{name}").fill(value)
-        await opened.page.locator("#priority").select_option("batch")
-        await opened.page.locator("#cache").select_option("bypass")
-        await opened.page.locator("#adapter").select_option("colours")
-        await opened.page.locator("#question").fill("Is it a kestrel?")
+            await opened.find(f"#{name}").fill(value)
+        await opened.find("#priority").select_option("batch")
+        await opened.find("#cache").select_option("bypass")
+        await opened.find("#adapter").select_option("colours")
+        await opened.find("#question").fill("Is it a kestrel?")
         body = json.loads(re.findall(r"<<END\n(.*)\nEND", await opened.sample("curl"), re.DOTALL)[0])
         assert body == {
             "image_url": "$PICTURE",
@@ -710,18 +684,16 @@ async def test_constraints_sampling_and_handling_reach_the_server(browser: Brows
 async def test_several_samples_are_shown(browser: Browser):
     async with faked(browser) as (_, opened):
         await opened.page.get_by_text("More settings").click()
-        await opened.page.locator("#n").fill("2")
-        await opened.ask("query", question="What bird is it?")
-        await opened.has_status("Complete.")
-        assert await opened.page.locator("#answer li").all_inner_texts() == ["a kestrel", "a kestrel"]
+        await opened.find("#n").fill("2")
+        await opened.get_answer("query", question="What bird is it?")
+        assert await opened.find("#answer li").all_inner_texts() == ["a kestrel", "a kestrel"]
 
 
 async def test_an_adapter_answers(browser: Browser, nano: Server):
     async with window(browser, origin_of(nano)) as opened:
         await opened.page.get_by_text("More settings").click()
-        await opened.page.locator("#adapter").select_option("gold")
-        await opened.ask("query", question="What color is the star?", temperature="0")
-        await opened.has_status("Complete.")
+        await opened.find("#adapter").select_option("gold")
+        await opened.get_answer("query", question="What color is the star?", temperature="0")
         assert await opened.text("#answer") == "gold"
 
 
@@ -744,8 +716,7 @@ async def test_a_further_question_has_the_conversation_and_the_picture(browser: 
     async with faked(browser) as (rig, opened):
         page = opened.page
         await page.locator("#more summary").click()
-        await opened.ask("query", question="What is it?", temperature="0", places="0.5,0.5")
-        await opened.has_status("Complete.")
+        await opened.get_answer("query", question="What is it?", temperature="0", places="0.5,0.5")
         for further in ("Which one?", "Why?"):
             await page.get_by_label("A further question").fill(further)
             await page.get_by_role("button", name="Ask further").click()
@@ -783,8 +754,7 @@ async def test_a_further_question_has_the_conversation_and_the_picture(browser: 
 async def test_a_further_question_adds_a_picture(browser: Browser):
     async with faked(browser) as (rig, opened):
         page = opened.page
-        await opened.ask("query", question="What is it?")
-        await opened.has_status("Complete.")
+        await opened.get_answer("query", question="What is it?")
         chooser = page.locator("#further-file")
         for name in ("left_out.png", "second.png"):
             await chooser.set_input_files({"name": name, "mimeType": "image/png", "buffer": SECOND})
@@ -824,12 +794,12 @@ async def test_a_file_that_is_no_picture_and_one_that_is_too_large_are_not_added
     engine = FakeEngine()
     engine.info = replace(engine.info, config=replace(engine.info.config, max_image_bytes=60_000))
     async with faked(browser, engine) as (rig, opened):
-        chooser = opened.page.locator("#further-file")
+        chooser = opened.find("#further-file")
         await chooser.set_input_files({"name": "notes.txt", "mimeType": "text/plain", "buffer": b"notes"})
-        await opened.page.locator("#error", has_text="notes.txt").wait_for()
+        await opened.find("#error", has_text="notes.txt").wait_for()
         large = SECOND + bytes(60_000)
         await chooser.set_input_files({"name": "large.png", "mimeType": "image/png", "buffer": large})
-        await opened.page.locator("#added-name", has_text="large.png").wait_for()
+        await opened.find("#added-name", has_text="large.png").wait_for()
         await opened.page.get_by_label("A further question").fill("And this?")
         await opened.page.keyboard.press("Enter")
         assert await opened.text("#problem") == "The picture may have at most 60000 bytes."
@@ -838,23 +808,20 @@ async def test_a_file_that_is_no_picture_and_one_that_is_too_large_are_not_added
 
 async def test_only_answers_in_text_have_further_questions(browser: Browser):
     async with faked(browser) as (rig, opened):
-        follow = opened.page.locator("#follow")
-        await opened.page.locator("#more summary").click()
+        follow = opened.find("#follow")
+        await opened.find("#more summary").click()
         for skill, fields in (("caption", {}), ("detect", {"object": "bird"}), ("query", {"n": "2"})):
-            await opened.ask(skill, **fields)
-            await opened.has_status("Complete.")
+            await opened.get_answer(skill, **fields)
             assert await follow.is_hidden(), skill
-        await opened.ask("query", n="")
-        await opened.has_status("Complete.")
+        await opened.get_answer("query", n="")
         await opened.page.get_by_role("button", name="Ask further").click()
         assert await opened.text("#problem") == "Write a question."
         assert len(rig.engine.requests) == 5
         await opened.choose("point")
         assert await follow.is_hidden()
     async with faked(browser, FakeEngine(skills=("query", "caption"))) as (_, opened):
-        await opened.ask("query", question="What is it?")
-        await opened.has_status("Complete.")
-        assert await opened.page.locator("#follow").is_hidden()
+        await opened.get_answer("query", question="What is it?")
+        assert await opened.find("#follow").is_hidden()
 
 
 async def test_a_further_question_that_is_refused_can_be_asked_again(browser: Browser):
@@ -864,8 +831,7 @@ async def test_a_further_question_that_is_refused_can_be_asked_again(browser: Br
         return [refusals.pop()] if isinstance(request, Chat) and refusals else list(answers(request))
 
     async with faked(browser, FakeEngine(refusing), refusals=(429,)) as (rig, opened):
-        await opened.ask("query", question="What is it?")
-        await opened.has_status("Complete.")
+        await opened.get_answer("query", question="What is it?")
         await opened.page.get_by_label("A further question").fill("Why?")
         await opened.page.get_by_role("button", name="Ask further").click()
         await opened.page.get_by_role("button", name="Try again").click()
@@ -878,7 +844,7 @@ async def test_the_built_in_model_answers_a_further_question(browser: Browser, n
     async with window(browser, origin_of(nano)) as opened:
         await opened.page.get_by_label("A further question").fill("What color is the square?")
         await opened.page.get_by_role("button", name="Ask further").click()
-        await opened.page.locator("#asked", has_text="square").wait_for()
+        await opened.find("#asked", has_text="square").wait_for()
         await opened.has_status("Complete.")
         assert await opened.text("#answer")
 
@@ -927,7 +893,7 @@ async def test_the_request_as_code_does_the_same(browser: Browser, nano: Server,
             await opened.choose(skill)
             fields, _ = ASKED[skill]
             for control, text in fields.items():
-                await opened.page.locator(f"#{control}").fill(text)
+                await opened.find(f"#{control}").fill(text)
             for language in LANGUAGES:
                 samples[skill, language] = await opened.sample(language)
         printed = await asyncio.gather(*(run(text, key[1], tmp_path) for key, text in samples.items()))
@@ -943,14 +909,13 @@ async def test_a_conversation_as_code_does_the_same(browser: Browser, nano: Serv
         (tmp_path / name).write_bytes(data)
     async with window(browser, origin_of(nano)) as opened:
         await opened.page.get_by_text("More settings").click()
-        await opened.ask("query", temperature="0", max_tokens="12")
-        await opened.has_status("Complete.")
+        await opened.get_answer("query", temperature="0", max_tokens="12")
         file = {"name": "it's second.png", "mimeType": "image/png", "buffer": SECOND}
-        await opened.page.locator("#further-file").set_input_files(file)
-        await opened.page.locator("#added-name", has_text="second").wait_for()
+        await opened.find("#further-file").set_input_files(file)
+        await opened.find("#added-name", has_text="second").wait_for()
         await opened.page.get_by_label("A further question").fill("What color is the square? $HOME \"`'")
         await opened.page.get_by_role("button", name="Ask further").click()
-        await opened.page.locator("#asked", has_text="square").wait_for()
+        await opened.find("#asked", has_text="square").wait_for()
         await opened.has_status("Complete.")
         answer = (await opened.text("#answer")).strip()
         samples = {language: await opened.sample(language) for language in (*LANGUAGES, "OpenAI")}
@@ -960,7 +925,7 @@ async def test_a_conversation_as_code_does_the_same(browser: Browser, nano: Serv
         for language, shown in zip(samples, printed, strict=True):
             assert json.dumps(answer)[1:-1] in shown or answer in shown, (language, shown)
         # What the form holds is shown again once it is changed.
-        await opened.page.locator("#question").fill("How many shapes are there?")
+        await opened.find("#question").fill("How many shapes are there?")
         assert "How many shapes are there?" in await opened.sample("Python")
 
 
@@ -985,11 +950,11 @@ async def test_the_request_for_the_client_of_openai_does_the_same(browser: Brows
     (tmp_path / "demo_picture.png").write_bytes(DEMO_PICTURE.read_bytes())
     async with window(browser, origin_of(nano)) as opened:
         await opened.page.get_by_text("More settings").click()
-        await opened.page.locator("#constraint").select_option("choices")
-        await opened.page.locator("#constraint-text").fill("yellow\nblue")
-        await opened.page.locator("#question").fill("What color is the star?")
+        await opened.find("#constraint").select_option("choices")
+        await opened.find("#constraint-text").fill("yellow\nblue")
+        await opened.find("#question").fill("What color is the star?")
         one = await opened.sample("OpenAI")
-        await opened.page.locator("#n").fill("2")
+        await opened.find("#n").fill("2")
         two = await opened.sample("OpenAI")
         assert (await run(one, "OpenAI", tmp_path)).strip() == "yellow"
         assert (await run(two, "OpenAI", tmp_path)).split() == ["yellow", "yellow"]
@@ -1024,17 +989,17 @@ async def test_everything_is_reached_by_the_keyboard_in_the_order_of_reading(bro
         ]
         await opened.page.get_by_role("button", name="Remove").focus()
         await opened.page.keyboard.press("Enter")
-        assert await opened.page.locator("#frame").is_hidden()
-        await opened.page.locator("#example").focus()
+        assert await opened.find("#frame").is_hidden()
+        await opened.find("#example").focus()
         await opened.page.keyboard.press("Enter")
         await opened.has_status("Complete.")
-        await opened.page.locator("[value=query]").focus()
+        await opened.find("[value=query]").focus()
         for _ in range(2):
             await opened.page.keyboard.press("ArrowRight")
         await opened.page.keyboard.press("Tab")
         await opened.page.keyboard.press("Enter")
         await opened.has_status("Complete.")
-        assert await opened.page.locator("#overlay circle").count() > 0
+        assert await opened.find("#overlay circle").count() > 0
 
 
 async def test_a_screen_reader_finds_names_and_is_told_what_changes(browser: Browser):
@@ -1044,7 +1009,7 @@ async def test_a_screen_reader_finds_names_and_is_told_what_changes(browser: Bro
                 assert await element.evaluate(
                     "(item) => Boolean(item.textContent.trim() || item.labels?.length || item.ariaLabel)"
                 )
-        live = await opened.page.locator("[aria-live], [role=status], [role=alert]").evaluate_all(
+        live = await opened.find("[aria-live], [role=status], [role=alert]").evaluate_all(
             "(elements) => elements.map((element) => element.id)"
         )
         assert set(live) >= {"answer", "status", "error", "picture-facts", "copied"}
@@ -1053,7 +1018,7 @@ async def test_a_screen_reader_finds_names_and_is_told_what_changes(browser: Bro
 async def test_the_request_is_copied(browser: Browser):
     async with faked(browser) as (_, opened):
         await opened.page.context.grant_permissions(["clipboard-read", "clipboard-write"])
-        await opened.page.locator("#question").fill("What bird is it?")
+        await opened.find("#question").fill("What bird is it?")
         await opened.page.get_by_role("button", name="Copy").click()
-        await opened.page.locator("#copied", has_text="Copied.").wait_for()
+        await opened.find("#copied", has_text="Copied.").wait_for()
         assert await opened.page.evaluate("navigator.clipboard.readText()") == await opened.text("#sample-text")

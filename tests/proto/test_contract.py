@@ -20,10 +20,7 @@ FILES: tuple[Any, ...] = tuple(
 
 # Numbers below the highest of their message that no field has yet, and the fields that they are for. They cannot be
 # `reserved` until then: a reserved number that is used later breaks the contract, as buf sees it.
-PLANNED = {
-    "SegmentRequest": {3: "max_objects"},
-    "StreamSegmentRequest": {3: "max_objects"},
-}
+PLANNED = {"SegmentRequest": {3: "max_objects"}, "StreamSegmentRequest": {3: "max_objects"}}
 # In a result, `info` is last, and what is found comes before it.
 INFO_NUMBER = 15
 

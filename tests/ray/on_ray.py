@@ -34,14 +34,7 @@ from bench.harness.ray_cluster import (
 )
 from deploy.ray.app import OPTIONS as REPLICA_OPTIONS
 from deploy.ray.app import Replica, build
-from kestrel_client import (
-    AdapterNotFound,
-    AsyncClient,
-    Client,
-    InvalidRequest,
-    KestrelClientError,
-    ModelNotFound,
-)
+from kestrel_client import AdapterNotFound, AsyncClient, Client, InvalidRequest, KestrelClientError, ModelNotFound
 from kestrel_client.v1 import generation_pb2, media_pb2, vision_service_pb2
 from kestrel_client.v1.engine_service_pb2 import GetServerInfoRequest
 from kestrel_client.v1.engine_service_pb2_grpc import EngineServiceStub

@@ -13,16 +13,7 @@ from tests.test_architecture import PACKAGES, is_of_a_family, modules
 
 # Modules that import Moondream, themselves or by what they import: none may.
 NEED_A_FAMILY = set[str]()
-GENERIC_TESTS = (
-    "api",
-    "engine",
-    "execution",
-    "imaging",
-    "loading",
-    "memory",
-    "scheduling",
-    "verify",
-)
+GENERIC_TESTS = ("api", "engine", "execution", "imaging", "loading", "memory", "scheduling", "verify")
 NEEDS_MOONDREAM = re.compile(
     r"\bmoondream[23]\b[:)]|runtime\.models\.moondream\b|LoadedModel\.load\(|LocalEngine\.start\(EngineConfig\(device"
 )

@@ -194,9 +194,7 @@ async def calling_on(server: Server, codes: Counter[grpc.StatusCode]) -> None:
             is_served = "x-request-id" in dict(await call.trailing_metadata())
 
 
-async def test_connections_that_grpc_does_not_let_go_of_do_not_hold_up_the_end(
-    monkeypatch: pytest.MonkeyPatch,
-):
+async def test_connections_that_grpc_does_not_let_go_of_do_not_hold_up_the_end(monkeypatch: pytest.MonkeyPatch):
     stops: list[Callable[[None], Awaitable[None]]] = []
     make_server: Callable[..., Any] = grpc.aio.server
     released: asyncio.Future[None] = asyncio.get_running_loop().create_future()

@@ -22,8 +22,7 @@ ID_OF_BYTE = {
 some_ids = st.lists(st.integers(0, TOKENIZER.vocab_size + 3), max_size=40)
 # Bytes near the edges of UTF-8's rules: starts of each length, continuations, surrogates, overlong, too high.
 some_bytes = st.lists(
-    st.sampled_from(b"a\x7f\x80\x8f\x90\x9f\xa0\xbf\xc0\xc2\xdf\xe0\xe1\xed\xef\xf0\xf1\xf4\xf5\xff"),
-    max_size=12,
+    st.sampled_from(b"a\x7f\x80\x8f\x90\x9f\xa0\xbf\xc0\xc2\xdf\xe0\xe1\xed\xef\xf0\xf1\xf4\xf5\xff"), max_size=12
 )
 
 

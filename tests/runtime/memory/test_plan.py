@@ -8,13 +8,7 @@ import torch
 from kestrel_runtime.api.config import MIB
 from kestrel_runtime.api.errors import CheckpointError
 from kestrel_runtime.memory import plan as memory_plan
-from kestrel_runtime.memory.plan import (
-    MARGIN_BYTES,
-    MemoryNeeds,
-    MemoryReading,
-    crop_cache_bytes,
-    plan_memory,
-)
+from kestrel_runtime.memory.plan import MARGIN_BYTES, MemoryNeeds, MemoryReading, crop_cache_bytes, plan_memory
 
 GIB = 2**30
 NEEDS = MemoryNeeds(

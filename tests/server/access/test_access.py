@@ -276,10 +276,7 @@ async def test_a_token_that_is_taken_back_ends_its_unary_calls(path):
 
 
 async def test_a_token_that_loses_its_scope_ends_its_streams(path):
-    async with (
-        serving(FakeEngine(stalls), tokens=str(path)) as rig,
-        running(rig, "alice") as stream,
-    ):
+    async with serving(FakeEngine(stalls), tokens=str(path)) as rig, running(rig, "alice") as stream:
         write_tokens(path, scope=Scope.ADMIN)
         with pytest.raises(grpc.aio.AioRpcError) as caught:
             await stream.read()

@@ -96,10 +96,7 @@ async def test_a_plaintext_client_does_not_get_in(pair):
 
 async def test_a_new_certificate_serves_new_connections_and_open_ones_stay(pair, authority, other_authority):
     files = CertificateFiles(pair.certificate, pair.key)
-    async with (
-        serving(server_credentials(files)) as address,
-        connection(address, trusting(authority)) as before,
-    ):
+    async with serving(server_credentials(files)) as address, connection(address, trusting(authority)) as before:
         assert await ask(before) == b"hello"
         pair.write(other_authority)
         assert files.refresh()

@@ -57,12 +57,7 @@ async def failure(engine: FakeEngine, *, streaming: bool = False, **fields: Any)
 @pytest.mark.parametrize(
     ("error", "code", "reason", "details"),
     [
-        (
-            InvalidRequest((Violation("question", "x"),)),
-            Code.INVALID_ARGUMENT,
-            "INVALID_REQUEST",
-            {"BadRequest"},
-        ),
+        (InvalidRequest((Violation("question", "x"),)), Code.INVALID_ARGUMENT, "INVALID_REQUEST", {"BadRequest"}),
         (ImageError("no image"), Code.INVALID_ARGUMENT, "IMAGE_DECODE_FAILED", {"BadRequest"}),
         (ImageError("big", too_large=True), Code.INVALID_ARGUMENT, "IMAGE_TOO_LARGE", {"BadRequest"}),
         (

@@ -179,8 +179,7 @@ TLS = ("--tls-certificate", "a", "--tls-key", "b")
 
 
 @pytest.mark.parametrize(
-    ("devices", "expected"),
-    [("0,1", ("0", "1")), ("all", ("all",)), ("CPU, cpu", ("cpu", "cpu")), ("3", ("3",))],
+    ("devices", "expected"), [("0,1", ("0", "1")), ("all", ("all",)), ("CPU, cpu", ("cpu", "cpu")), ("3", ("3",))]
 )
 def test_devices_are_gpus_or_processors(devices: str, expected: tuple[str, ...]):
     assert ServerConfig.parse({"devices": devices}, {}).devices == expected

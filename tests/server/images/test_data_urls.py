@@ -10,13 +10,7 @@ from urllib.parse import quote
 
 import pytest
 
-from kestrel_grpc.images.data_urls import (
-    DataTooLarge,
-    DataUnreadable,
-    decode_base64,
-    decode_data_url,
-    is_data_url,
-)
+from kestrel_grpc.images.data_urls import DataTooLarge, DataUnreadable, decode_base64, decode_data_url, is_data_url
 
 CONTENT = bytes(range(256)) + b"\xfb\xff\xbf"  # whose base64 has all characters
 PLAIN = base64.b64encode(CONTENT).decode()

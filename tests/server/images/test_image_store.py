@@ -50,10 +50,7 @@ async def test_an_image_that_is_stored_again_is_one_image():
 
 async def test_an_image_without_room_is_not_kept():
     store = MemoryImages(StoreLimits(2**20, 100, 60.0, 600.0), forget_nothing)
-    for store_image in (
-        store.require_room("a", len(DATA)),
-        store.put("a", HANDLE, DATA, INFO, Retention()),
-    ):
+    for store_image in (store.require_room("a", len(DATA)), store.put("a", HANDLE, DATA, INFO, Retention())):
         with pytest.raises(ImageQuotaExceeded):
             await store_image
     assert await store.renew("a", HANDLE, Retention()) is None

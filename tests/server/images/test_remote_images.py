@@ -105,10 +105,7 @@ async def images_from(
 
 
 async def test_an_image_is_fetched_over_an_encrypted_connection(authority):
-    async with (
-        hosting(authority) as host,
-        images_from(f"localhost:{host.port}", authority=authority) as images,
-    ):
+    async with hosting(authority) as host, images_from(f"localhost:{host.port}", authority=authority) as images:
         host.answers["/a.png?size=2"] = ok(IMAGE)
         assert await images.fetch(f"https://localhost:{host.port}/a.png?size=2") == IMAGE
     assert "accept-encoding: identity" in host.requests[0].lower()
@@ -398,10 +395,7 @@ async def test_every_task_takes_images_by_address():
     async with plain() as (host, images, uri):
         host.answers["/a.png"] = ok(IMAGE)
         engine = FakeEngine()
-        async with (
-            Server(engine, ServerConfig(port=0), images=images) as server,
-            open_channel(server) as channel,
-        ):
+        async with Server(engine, ServerConfig(port=0), images=images) as server, open_channel(server) as channel:
             rig = Serving(server, engine, channel)
             image = {"uri": f"{uri}/a.png"}
             assert [event async for event in rig.vision.Query(wire.QueryRequest(question="?", image=image))]
@@ -420,10 +414,7 @@ async def test_every_task_takes_images_by_address():
 
 @asynccontextmanager
 async def rig_of(engine: FakeEngine, images: RemoteImages) -> AsyncIterator[Serving]:
-    async with (
-        Server(engine, ServerConfig(port=0), images=images) as server,
-        open_channel(server) as channel,
-    ):
+    async with Server(engine, ServerConfig(port=0), images=images) as server, open_channel(server) as channel:
         yield Serving(server, engine, channel)
 
 
@@ -493,10 +484,7 @@ async def test_a_caller_that_hangs_up_ends_the_fetching_of_its_image():
 
         host.answers["/a.png"] = pour
         engine = FakeEngine()
-        async with (
-            Server(engine, ServerConfig(port=0), images=images) as server,
-            open_channel(server) as channel,
-        ):
+        async with Server(engine, ServerConfig(port=0), images=images) as server, open_channel(server) as channel:
             call = Serving(server, engine, channel).vision.CompleteQuery(asking(f"{uri}/a.png"))
             await has_begun.wait()
             call.cancel()

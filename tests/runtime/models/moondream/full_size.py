@@ -21,17 +21,10 @@ class FullSize:
     num_parameters: int
 
 
-FULL_SIZES = (
-    FullSize("moondream2", 592, 1_927_237_104),
-    FullSize("moondream3", 662, 9_268_626_928),
-)
+FULL_SIZES = (FullSize("moondream2", 592, 1_927_237_104), FullSize("moondream3", 662, 9_268_626_928))
 
 _TEMPLATES_2 = {
-    "caption": {
-        "short": (1, 32708, 2, 12492, 3),
-        "normal": (1, 32708, 2, 6382, 3),
-        "long": (1, 32708, 2, 4059, 3),
-    },
+    "caption": {"short": (1, 32708, 2, 12492, 3), "normal": (1, 32708, 2, 6382, 3), "long": (1, 32708, 2, 4059, 3)},
     "query": {"prefix": (1, 15381, 2), "suffix": (3,)},
     "detect": {"prefix": (1, 7235, 476, 2), "suffix": (3,)},
     "point": {"prefix": (1, 2581, 2), "suffix": (3,)},
@@ -64,12 +57,7 @@ _MOONDREAM_2 = MoondreamConfig(
         proj_inner_dim=8192,
     ),
     region=RegionConfig(
-        dim=2048,
-        coord_feat_dim=256,
-        coord_out_dim=1024,
-        size_feat_dim=512,
-        size_out_dim=2048,
-        inner_dim=8192,
+        dim=2048, coord_feat_dim=256, coord_out_dim=1024, size_feat_dim=512, size_out_dim=2048, inner_dim=8192
     ),
     tokenizer=TokenizerConfig(
         bos_id=0,

@@ -118,9 +118,7 @@ async def test_text_has_the_same_bytes_after_preemptions(
     assert preempted
 
 
-async def test_answers_about_images_have_the_same_bytes_with_and_without_their_pages(
-    shallow3_folder: Path,
-):
+async def test_answers_about_images_have_the_same_bytes_with_and_without_their_pages(shallow3_folder: Path):
     numbers = (2, 3)
     async with engine(shallow3_folder, dtype="float32", prefix_cache=False) as quiet:
         wanted = [await answer(quiet, number, IMAGE) for number in numbers]

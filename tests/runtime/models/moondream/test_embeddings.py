@@ -11,15 +11,7 @@ from safetensors.numpy import load_file
 
 from kestrel_runtime.api.errors import InvalidRequest, NumbersOverflowed
 from kestrel_runtime.api.events import EmbedOutput, Finished, PatchEmbeddings, Started
-from kestrel_runtime.api.requests import (
-    CachePolicy,
-    Embed,
-    Point,
-    Query,
-    Request,
-    RequestOptions,
-    SamplingParams,
-)
+from kestrel_runtime.api.requests import CachePolicy, Embed, Point, Query, Request, RequestOptions, SamplingParams
 from kestrel_runtime.engine.engine import LocalEngine
 from kestrel_runtime.execution.step_runner import StepHandle, StepRunner
 from kestrel_runtime.models.loaded_model import LoadedModel
@@ -75,9 +67,7 @@ def small(request: pytest.FixtureRequest) -> tuple[LoadedModel, Any]:
     return request.getfixturevalue(name), request.param
 
 
-async def test_embeddings_are_those_of_the_reference_alone_and_among_other_requests(
-    small: tuple[LoadedModel, Any],
-):
+async def test_embeddings_are_those_of_the_reference_alone_and_among_other_requests(small: tuple[LoadedModel, Any]):
     loaded, folder = small
     expected = load_file(folder / "expected.safetensors")
     requests = [Embed(image, patches=True, dtype="float32") for image in images_of(folder)]

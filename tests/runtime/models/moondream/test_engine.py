@@ -150,10 +150,7 @@ def one_by_one(shallow3: LoadedModel) -> list[Finished]:
     "is_complete", [repeat(True), repeat(False), cycle([False, False, True])], ids=["soon", "late", "now and then"]
 )
 async def test_looking_ahead_changes_no_answer(
-    shallow3: LoadedModel,
-    one_by_one: list[Finished],
-    monkeypatch: pytest.MonkeyPatch,
-    is_complete: Iterator[bool],
+    shallow3: LoadedModel, one_by_one: list[Finished], monkeypatch: pytest.MonkeyPatch, is_complete: Iterator[bool]
 ):
     monkeypatch.setattr(StepRunner, "is_asynchronous", True)
     monkeypatch.setattr(StepHandle, "is_complete", lambda _: next(is_complete))

@@ -80,9 +80,7 @@ async def outputs(loaded: LoadedModel, requests: Sequence[Request], **settings: 
         return [(await answer(engine, request)).output for request in requests]
 
 
-async def test_a_picture_of_which_a_part_has_changed_encodes_only_the_crops_that_show_it(
-    shallow3: LoadedModel,
-):
+async def test_a_picture_of_which_a_part_has_changed_encodes_only_the_crops_that_show_it(shallow3: LoadedModel):
     pictures = [WHOLE, CORNER, OPPOSITE, CORNER]
     requests = [ask(picture) for picture in pictures]
     expected = await outputs(shallow3, requests, crop_cache_bytes=0)

@@ -77,9 +77,7 @@ async def test_pixels_with_equal_bytes_and_another_shape_are_another_image(engin
     assert [(await known(engine, image)).output for image in shapes] == [item.output for item in first]
 
 
-async def test_pixels_and_the_bytes_of_a_file_are_different_images_though_the_bytes_are_equal(
-    engine: LocalEngine,
-):
+async def test_pixels_and_the_bytes_of_a_file_are_different_images_though_the_bytes_are_equal(engine: LocalEngine):
     file = encoded(picture(2))
     await computed(engine, file)
     row = RawImage.packed(file, len(file), 1, PixelFormat.GRAY8)

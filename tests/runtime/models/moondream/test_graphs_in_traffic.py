@@ -34,14 +34,7 @@ from kestrel_runtime.models.moondream.skills import SKILLS
 from kestrel_runtime.output.output_parser import TokenRule
 from tests.reference_fixtures import MD2_SMALL
 from tests.runtime.fake_cuda import FakeStreamCapture
-from tests.runtime.models.moondream.test_executor import (
-    CASES,
-    MODELS,
-    NUM_IMAGE_TOKENS,
-    TEXT,
-    Bench,
-    written_out,
-)
+from tests.runtime.models.moondream.test_executor import CASES, MODELS, NUM_IMAGE_TOKENS, TEXT, Bench, written_out
 from tests.runtime.models.moondream.tiny import random_model, tiny_config
 from tests.runtime.noise import noise
 

@@ -38,9 +38,7 @@ def stand_ins() -> tuple[LoadedModel, LoadedModel]:
     return short, wide
 
 
-async def test_it_answers_with_and_without_adapters_as_one_with_the_weights_that_are_stood_for(
-    tmp_path: Path,
-):
+async def test_it_answers_with_and_without_adapters_as_one_with_the_weights_that_are_stood_for(tmp_path: Path):
     short, wide = stand_ins()
     write_peft(tmp_path / "own", random_pairs(short.model.config.text, seed=1))
     image = image_paths(MD3_SMALL)[0].read_bytes()

@@ -200,9 +200,7 @@ class OnADevice:
 
 
 @torch.inference_mode()
-def test_the_largest_prefill_has_as_many_tokens_as_a_step_may_carry_and_needs_one_page(
-    moondream2: LoadedModel,
-):
+def test_the_largest_prefill_has_as_many_tokens_as_a_step_may_carry_and_needs_one_page(moondream2: LoadedModel):
     paths: Any = fused_backends(moondream2)
     seen: list[int] = []
     prefill = paths.text.prefill

@@ -44,12 +44,7 @@ def tiny_config(
     }
     data["region"] |= {"dim": 8 * n_heads, "coord_feat_dim": 8, "size_feat_dim": 8}
     if generation == 3:
-        data["text"]["moe"] = {
-            "num_experts": 4,
-            "start_layer": 1,
-            "experts_per_token": 2,
-            "expert_inner_dim": 6,
-        }
+        data["text"]["moe"] = {"num_experts": 4, "start_layer": 1, "experts_per_token": 2, "expert_inner_dim": 6}
     return MoondreamConfig.from_dict(data)
 
 

@@ -203,10 +203,7 @@ def test_descriptors_run_out_before_the_last_is_taken():
 
 @pytest.mark.parametrize(
     ("family", "host", "name"),
-    [
-        (socket.AF_INET, "127.0.0.1", "ipv4:127.0.0.1:{}"),
-        (socket.AF_INET6, "::1", "ipv6:%5B::1%5D:{}"),
-    ],
+    [(socket.AF_INET, "127.0.0.1", "ipv4:127.0.0.1:{}"), (socket.AF_INET6, "::1", "ipv6:%5B::1%5D:{}")],
 )
 def test_only_the_connection_of_that_peer_is_closed(
     family: socket.AddressFamily, host: str, name: str, stack: ExitStack

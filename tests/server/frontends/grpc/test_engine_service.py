@@ -120,11 +120,7 @@ async def test_the_only_engine_has_the_whole_load_and_one_process_takes_the_call
     assert told.load.running_request_count == 1
     assert list(told.engines) == [
         wire.EngineLoad(
-            index=0,
-            device="cpu",
-            status=wire.ENGINE_STATUS_SERVING,
-            process_id=os.getpid(),
-            load=told.load,
+            index=0, device="cpu", status=wire.ENGINE_STATUS_SERVING, process_id=os.getpid(), load=told.load
         )
     ]
     assert list(told.frontends) == [wire.FrontendLoad(process_id=os.getpid(), open_request_count=1)]

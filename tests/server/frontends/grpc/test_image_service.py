@@ -399,10 +399,7 @@ async def test_a_server_that_stores_images_says_so():
 async def test_a_server_that_drains_stores_nothing_more():
     async with serving() as rig:
         await rig.engine.drain()
-        for call in (
-            rig.images.PutImage(wire.PutImageRequest(data=DATA)),
-            upload(rig, parts()),
-        ):
+        for call in (rig.images.PutImage(wire.PutImageRequest(data=DATA)), upload(rig, parts())):
             code, reason = await refusal(call)
             assert (code, reason) == (Code.UNAVAILABLE, "DRAINING")
 

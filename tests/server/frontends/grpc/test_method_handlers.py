@@ -261,9 +261,7 @@ async def test_a_message_that_has_no_place_yet_waits_with_its_sender():
         assert client.window_bytes(waiting) < UNREAD_BYTES
 
 
-async def test_calls_beyond_the_limit_are_refused_and_told_when_to_come_again(
-    monkeypatch: pytest.MonkeyPatch,
-):
+async def test_calls_beyond_the_limit_are_refused_and_told_when_to_come_again(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(call_groups, "_max_calls", lambda info: 1)
     async with serving(FakeEngine(stalls)) as rig:
         stream = rig.vision.Query(QUERY)

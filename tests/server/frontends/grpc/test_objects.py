@@ -267,9 +267,7 @@ async def test_each_object_counts_towards_the_rate(tokens: Callable[[str], str])
     assert reason_of(caught.value) == reason_of(empty.value) == "RATE_LIMITED"
 
 
-async def test_each_object_counts_towards_requests_at_a_time_until_the_call_ends(
-    tokens: Callable[[str], str],
-):
+async def test_each_object_counts_towards_requests_at_a_time_until_the_call_ends(tokens: Callable[[str], str]):
     async with serving(FakeEngine(lambda request: [HOLD]), tokens=tokens("concurrency = 6")) as rig:
         call = rig.vision.Detect(detect("car", "dog", "cat", "bus"), metadata=ALICE)
         for _ in range(4):
@@ -284,10 +282,7 @@ async def test_each_object_counts_towards_requests_at_a_time_until_the_call_ends
 
 @pytest.mark.parametrize(
     ("limits", "limit"),
-    [
-        ("concurrency = 4", "at most 4 requests at a time"),
-        ("rate = 100, burst = 4", "at most 4 requests at once"),
-    ],
+    [("concurrency = 4", "at most 4 requests at a time"), ("rate = 100, burst = 4", "at most 4 requests at once")],
 )
 async def test_more_objects_than_a_token_may_ever_send_are_refused_at_once(
     limits: str, limit: str, tokens: Callable[[str], str]

@@ -116,10 +116,7 @@ def test_streams_carry_the_same_events():
     expected_started = generation_pb2.StreamStarted(
         request_id="id", model="m", usage=generation_pb2.Usage(input_token_count=735, image_token_count=729)
     )
-    for event, response in (
-        (vision.query_event, wire.QueryResponse),
-        (vision.caption_event, wire.CaptionResponse),
-    ):
+    for event, response in ((vision.query_event, wire.QueryResponse), (vision.caption_event, wire.CaptionResponse)):
         assert event(started, "id", "m") == response(started=expected_started)
         assert event(delta, "id", "m") == response(delta=expected_delta)
     answer, caption = finished(QueryOutput("a bird", None)), finished(CaptionOutput("a bird"))

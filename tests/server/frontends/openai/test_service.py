@@ -186,11 +186,7 @@ async def test_a_completion_is_answered_and_streamed(rig: HttpServing):
     query = rig.engine.requests[0]
     assert isinstance(query, Query)
     assert (query.question, query.image, query.sampling.max_tokens) == ("Why?", None, 5)
-    assert (whole["object"], whole["choices"][0]["text"], whole["usage"]) == (
-        "text_completion",
-        "a kestrel",
-        USAGE,
-    )
+    assert (whole["object"], whole["choices"][0]["text"], whole["usage"]) == ("text_completion", "a kestrel", USAGE)
     assert done == "[DONE]"
     assert "".join(chunk["choices"][0]["text"] for chunk in chunks) == "a kestrel"
     assert chunks[-1]["choices"][0]["finish_reason"] == "stop"
@@ -276,10 +272,7 @@ async def test_the_model_has_the_names_that_the_operator_gives_it():
     names = [model["id"] for model in listed["data"]]
     assert (names[:2], "fake" in names) == (["gpt-4o", "birds/best"], False)
     assert one.json == listed["data"][1]
-    assert [(answer.status, answer.json.get("parent")) for answer in own] == [
-        (200, None),
-        *([(200, "gpt-4o")] * 2),
-    ]
+    assert [(answer.status, answer.json.get("parent")) for answer in own] == [(200, None), *([(200, "gpt-4o")] * 2)]
     assert adapter.json["model"] == "colours"
     assert [answer.status for answer in (*answers, rest)] == [200, 200, 200, 200, 404, 200]
     assert answers[1].json["model"] == "gpt-4o"
@@ -513,11 +506,7 @@ async def test_a_refusal_of_the_assistant_is_no_text_of_its_message(rig: HttpSer
             "messages[0].content",
             "must not be empty",
         ),
-        (
-            chat({"role": "system", "content": [PICTURE]}, TEXT),
-            "messages[0].content[0]",
-            "of the user only",
-        ),
+        (chat({"role": "system", "content": [PICTURE]}, TEXT), "messages[0].content[0]", "of the user only"),
         (
             chat({"role": "assistant", "content": "x", "tool_calls": [{}]}, TEXT),
             "messages[0].tool_calls[0].id",
@@ -612,15 +601,7 @@ async def test_what_the_engine_refuses_has_the_name_that_was_sent(
 @pytest.mark.parametrize("route", [CHAT, "/v1/completions"])
 @pytest.mark.parametrize(
     ("given", "seed"),
-    [
-        (0, 0),
-        (7, 7),
-        (2**63 - 1, 2**63 - 1),
-        (-(2**63), 2**63),
-        (-2, 2**64 - 2),
-        (-1, None),
-        (None, None),
-    ],
+    [(0, 0), (7, 7), (2**63 - 1, 2**63 - 1), (-(2**63), 2**63), (-2, 2**64 - 2), (-1, None), (None, None)],
 )
 async def test_a_seed_has_64_bits_with_a_sign(rig: HttpServing, route: str, given: int | None, seed: int | None):
     body = {"model": "fake", "seed": given, **({"messages": [TEXT]} if route == CHAT else {"prompt": "?"})}

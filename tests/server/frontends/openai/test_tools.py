@@ -99,13 +99,7 @@ def constraint_of(rig: HttpServing) -> Any:
 
 
 @pytest.mark.parametrize(
-    "choice",
-    [
-        None,
-        "none",
-        "auto",
-        {"type": "allowed_tools", "allowed_tools": {"mode": "auto", "tools": [NAMED]}},
-    ],
+    "choice", [None, "none", "auto", {"type": "allowed_tools", "allowed_tools": {"mode": "auto", "tools": [NAMED]}}]
 )
 async def test_tools_whose_use_is_optional_change_nothing(rig: HttpServing, choice: Any):
     fields = {} if choice is None else {"tool_choice": choice}
@@ -120,11 +114,7 @@ async def test_tools_whose_use_is_optional_change_nothing(rig: HttpServing, choi
     [
         ([FIND], "required", SHAPE),
         ([FIND, COUNT], NAMED, SHAPE),
-        (
-            [FIND, COUNT],
-            {"type": "allowed_tools", "allowed_tools": {"mode": "required", "tools": [NAMED]}},
-            SHAPE,
-        ),
+        ([FIND, COUNT], {"type": "allowed_tools", "allowed_tools": {"mode": "required", "tools": [NAMED]}}, SHAPE),
         ([COUNT], "required", {"type": "object", "properties": {}, "additionalProperties": False}),
         ([tool("any", {})], "required", {"type": "object"}),
         (

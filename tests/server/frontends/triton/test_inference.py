@@ -6,12 +6,7 @@ from typing import Any
 import grpc
 import pytest
 
-from kestrel_runtime.api.requests import (
-    Priority,
-    Query,
-    RequestOptions,
-    SamplingParams,
-)
+from kestrel_runtime.api.requests import Priority, Query, RequestOptions, SamplingParams
 from tests.fakes import HOLD, FakeEngine
 from tests.fakes import answers as scripted
 from tests.over_sockets import BOTH_CHANNELS
@@ -47,9 +42,7 @@ async def test_one_request_has_one_answer():
 async def test_inputs_may_be_in_typed_contents():
     message = infer(SKILL="query", QUESTION="?", MAX_TOKENS=3)
     for tensor, (field, value) in zip(
-        message.inputs,
-        (("bytes_contents", b"query"), ("bytes_contents", b"?"), ("int_contents", 3)),
-        strict=True,
+        message.inputs, (("bytes_contents", b"query"), ("bytes_contents", b"?"), ("int_contents", 3)), strict=True
     ):
         getattr(tensor.contents, field).append(value)
     del message.raw_input_contents[:]

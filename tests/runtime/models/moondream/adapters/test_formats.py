@@ -127,21 +127,13 @@ QKV = "base_model.model.model.text.blocks.0.attn.qkv"
 @pytest.mark.parametrize(
     ("name", "change", "reason"),
     [
-        (
-            "unknown name",
-            {f"{PREFIX}.text.lm_head.lora_A.weight": torch.ones(4, 8)},
-            "unexpected base",
-        ),
+        ("unknown name", {f"{PREFIX}.text.lm_head.lora_A.weight": torch.ones(4, 8)}, "unexpected base"),
         (
             "vision",
             {f"{PREFIX}.vision.blocks.0.attn.qkv.lora_A.weight": torch.ones(4)},
             "tensors of the image encoder: 1;",
         ),
-        (
-            "no such layer",
-            {f"{PREFIX}.text.blocks.99.attn.qkv.lora_A.weight": torch.ones(4)},
-            "blocks.99",
-        ),
+        ("no such layer", {f"{PREFIX}.text.blocks.99.attn.qkv.lora_A.weight": torch.ones(4)}, "blocks.99"),
         ("half a pair", {f"{QKV}.lora_B.weight": None}, "missing B of blocks.0.attn.qkv"),
         ("wrong shape", {f"{QKV}.lora_A.weight": torch.ones(4, 7)}, "do not fit blocks.0.attn.qkv"),
         ("wrong type", {f"{QKV}.lora_A.weight": torch.ones(4, 7, dtype=torch.int8)}, "is int8"),

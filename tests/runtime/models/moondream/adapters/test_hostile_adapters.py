@@ -204,7 +204,7 @@ def retyped(chance: random.Random, tensors: dict[str, torch.Tensor]) -> None:
 
 
 CHANGES: list[Callable[[random.Random, dict[str, torch.Tensor]], None]] = [
-    *(renamed, dropped, reshaped, ranked, poisoned, retyped),
+    *(renamed, dropped, reshaped, ranked, poisoned, retyped)
 ]
 
 

@@ -6,12 +6,7 @@ import pytest
 import torch
 from torch.nn.functional import layer_norm, linear
 
-from kestrel_runtime.models.moondream.fused.weights import (
-    NUM_WIDE_BLOCKS,
-    Matrix,
-    fused_blocks,
-    prompt_blocks,
-)
+from kestrel_runtime.models.moondream.fused.weights import NUM_WIDE_BLOCKS, Matrix, fused_blocks, prompt_blocks
 from kestrel_runtime.models.moondream.text.decoder import MixtureOfExperts
 from tests.runtime.models.moondream.tiny import random_model, tiny_config
 

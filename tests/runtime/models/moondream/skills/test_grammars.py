@@ -20,13 +20,7 @@ from kestrel_runtime.models.moondream.config import MoondreamConfig
 from kestrel_runtime.models.moondream.skills import SKILLS
 from kestrel_runtime.output.output_parser import Grammar, Token
 from tests.runtime.execution.test_sampling import assert_same_rules, assert_same_successors
-from tests.runtime.models.moondream.skills.parsing import (
-    ID_OF_BYTE,
-    IMAGE,
-    MOONDREAM_2,
-    MOONDREAM_3,
-    TOKENIZER,
-)
+from tests.runtime.models.moondream.skills.parsing import ID_OF_BYTE, IMAGE, MOONDREAM_2, MOONDREAM_3, TOKENIZER
 
 CONFIGS = pytest.mark.parametrize("config", [MOONDREAM_2, MOONDREAM_3], ids=["moondream2", "moondream3"])
 REQUESTS = [

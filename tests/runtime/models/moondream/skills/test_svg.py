@@ -149,8 +149,7 @@ def parsed(text):
 
 
 some_words = st.lists(
-    st.one_of(st.sampled_from(LETTERS), st.integers(-2000, 2000).map(str), st.sampled_from("01-x")),
-    max_size=40,
+    st.one_of(st.sampled_from(LETTERS), st.integers(-2000, 2000).map(str), st.sampled_from("01-x")), max_size=40
 ).flatmap(lambda words: st.sampled_from([words, ["M", "1", "2", *words]]))
 
 

@@ -23,12 +23,7 @@ from kestrel_runtime.models.moondream.weights.published import infer_config
 from tests.hub import save_shards
 from tests.reference_fixtures import MD2_SMALL, MD3_SMALL, SMALL_FOLDERS, model_config, shared_folders
 from tests.runtime.models.moondream.full_size import FULL_SIZES, published_config
-from tests.runtime.models.moondream.layouts import (
-    compiled,
-    hub_layout,
-    joined_tau,
-    training_layout,
-)
+from tests.runtime.models.moondream.layouts import compiled, hub_layout, joined_tau, training_layout
 
 FOLDERS = [pytest.param(folder, id=folder.name) for folder in SMALL_FOLDERS]
 

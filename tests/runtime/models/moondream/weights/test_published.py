@@ -55,8 +55,7 @@ def test_experts_start_at_the_first_layer_with_a_router(start_layer):
 def test_crop_and_patch_size_follow_from_the_position_and_patch_embeddings():
     config = published_config("moondream2")
     config = replace(
-        with_text(config, prefix_attn=1 + 256),
-        vision=replace(config.vision, enc_patch_size=16, crop_size=256),
+        with_text(config, prefix_attn=1 + 256), vision=replace(config.vision, enc_patch_size=16, crop_size=256)
     )
     assert inferred(config) == config
 
