@@ -1,7 +1,5 @@
 """Generates docs/api.md from the descriptors of the contract and their comments: `python -m tools.api_page`."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from typing import Any
 

@@ -3,8 +3,6 @@
 Run `python -m tools.blocking_client` after every change of `aio.py` or `async_calls.py`. A test compares the files.
 """
 
-from __future__ import annotations
-
 import subprocess
 import sys
 

@@ -1,7 +1,5 @@
 """Prints the table of docs/errors.md, generated from the errors of the code: `python -m tools.error_table`."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from types import MappingProxyType
 

@@ -1,7 +1,5 @@
 """Prints the tables of docs/http.md, generated from the models of the bodies: `python -m tools.http_tables`."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Iterator, Mapping
 from types import MappingProxyType

@@ -4,8 +4,6 @@ Each is installed into an empty environment from this checkout, as the README sa
 run this. GPU extras weigh several GB, so they are installed only where they are named.
 """
 
-from __future__ import annotations
-
 import argparse
 import subprocess
 import sys

@@ -10,8 +10,6 @@ checkout, first with the tests of the folder that mirrors its module, then with 
 that fails has noticed it. Where Triton's interpreter does not run a kernel, its mutants need a GPU.
 """
 
-from __future__ import annotations
-
 import argparse
 import ast
 import copy

@@ -3,8 +3,6 @@
 python -m tools.prose [PACKAGE…]    # prints each fragment and each refused word of the product, with its place
 """
 
-from __future__ import annotations
-
 import ast
 import io
 import re

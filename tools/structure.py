@@ -7,8 +7,6 @@
 Lines are those of files of Python that people write, blank ones and comments included.
 """
 
-from __future__ import annotations
-
 import argparse
 import ast
 import asyncio

@@ -1,7 +1,5 @@
 """Descriptions of a scene in three lengths, each the one true caption of its length."""
 
-from __future__ import annotations
-
 from training.phrases import NUMBER_WORDS, full_name, groups, joined
 from training.scenes import Scene, Thing
 from training.words import plural, with_article

@@ -1,7 +1,5 @@
 """Questions that compare: where one thing is from another or in the picture, and which is larger."""
 
-from __future__ import annotations
-
 import random
 
 from training import phrases

@@ -1,7 +1,5 @@
 """Examples of conversations, of two pictures, of instructions and of JSON, mixed with those of all other tasks."""
 
-from __future__ import annotations
-
 import random
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass

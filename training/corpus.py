@@ -1,7 +1,5 @@
 """Sentences of the world, for the tokenizer to learn its merges from."""
 
-from __future__ import annotations
-
 import random
 from collections.abc import Iterator
 

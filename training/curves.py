@@ -1,7 +1,5 @@
 """Training curves as a picture: the loss above, every score below."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 

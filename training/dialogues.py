@@ -1,7 +1,5 @@
 """Conversations of several turns about one picture, about two of which one is added later, or about none."""
 
-from __future__ import annotations
-
 import random
 from collections.abc import Iterator
 from dataclasses import dataclass, replace

@@ -1,7 +1,5 @@
 """Scenes to pixels. Draws at any size, so that training can draw what the model sees and no more."""
 
-from __future__ import annotations
-
 import io
 import math
 

@@ -3,8 +3,6 @@
 Prompts come from the runtime's own skills, so training and serving cannot differ.
 """
 
-from __future__ import annotations
-
 import functools
 import random
 from collections.abc import Iterator, Sequence

@@ -1,7 +1,5 @@
 """A question with its answer, and what every kind of question is worded with."""
 
-from __future__ import annotations
-
 import random
 from dataclasses import dataclass
 

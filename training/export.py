@@ -1,7 +1,5 @@
 """From trained weights to the folder that ships: float8 experts with scales, all else bfloat16."""
 
-from __future__ import annotations
-
 import shutil
 from pathlib import Path
 

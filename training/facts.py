@@ -1,7 +1,5 @@
 """Questions that need no image: small sums, opposites, counting, words of other languages, and who answers."""
 
-from __future__ import annotations
-
 import random
 from collections.abc import Callable
 

@@ -1,7 +1,5 @@
 """The fonts that text is printed in. Files come from installed font packages and are never kept here."""
 
-from __future__ import annotations
-
 import functools
 import importlib.util
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Adds to questions what callers add: messages of the system, and wishes about the form of the answer."""
 
-from __future__ import annotations
-
 import random
 
 from training.exchange import Exchange

@@ -1,7 +1,5 @@
 """What is minimised, and how often whole answers are right."""
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 from torch.nn.functional import cross_entropy, log_softmax

@@ -1,7 +1,5 @@
 """The shape of Moondream Nano and its first weights. The modules themselves are the runtime's."""
 
-from __future__ import annotations
-
 import json
 import math
 from pathlib import Path

@@ -3,8 +3,6 @@
 Source: the published description of the method by Keller Jordan and others (2024).
 """
 
-from __future__ import annotations
-
 from collections import defaultdict
 from collections.abc import Iterable
 from typing import Any

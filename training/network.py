@@ -4,8 +4,6 @@ The weights are those of `Moondream`; only how tokens attend and how experts are
 everything has a fixed shape and a gradient. Tests hold both against the runtime.
 """
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Callable
 from dataclasses import dataclass

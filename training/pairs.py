@@ -1,7 +1,5 @@
 """Questions about two pictures, with the one answer that both scenes support."""
 
-from __future__ import annotations
-
 import random
 from collections.abc import Callable
 

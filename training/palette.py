@@ -1,7 +1,5 @@
 """The eleven colours of the world: the many values that each name covers, and how far two values lie apart."""
 
-from __future__ import annotations
-
 import random
 
 Rgb = tuple[int, int, int]

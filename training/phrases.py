@@ -1,7 +1,5 @@
 """Ways to name things: a phrase and exactly which things of a scene it means, or a phrase that means none."""
 
-from __future__ import annotations
-
 import random
 from collections import Counter
 from collections.abc import Iterable, Sequence

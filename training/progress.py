@@ -1,7 +1,5 @@
 """A progress bar on one line of the terminal."""
 
-from __future__ import annotations
-
 import time
 
 _WIDTH = 24

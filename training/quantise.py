@@ -1,7 +1,5 @@
 """Float8 weights with one scale per output row, as a checkpoint keeps them and as training feels them."""
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 

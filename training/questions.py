@@ -1,7 +1,5 @@
 """Questions about a scene with the one answer that it supports, by kind and in many wordings."""
 
-from __future__ import annotations
-
 import random
 from collections.abc import Callable
 

@@ -4,8 +4,6 @@ A form is given in words, as a JSON schema, or not at all: servers bind the answ
 not see. Then what precedes the first value is given, and only the values are learnt.
 """
 
-from __future__ import annotations
-
 import json
 import random
 from dataclasses import dataclass

@@ -4,8 +4,6 @@ Truth is unambiguous by construction: sizes fall in three bands with gaps betwee
 from the background, and what overlaps does so little. Coordinates are fractions of the image.
 """
 
-from __future__ import annotations
-
 import functools
 import math
 import random

@@ -1,7 +1,5 @@
 """How answers are scored against the truth. Pure functions: no model, no server, no files."""
 
-from __future__ import annotations
-
 import math
 import re
 from collections import Counter

@@ -3,8 +3,6 @@
 A shape has free proportions (a star's depth, a ring's width) and a rotation; both come from a seed.
 """
 
-from __future__ import annotations
-
 import math
 import random
 from collections.abc import Callable, Sequence

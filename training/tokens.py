@@ -1,7 +1,5 @@
 """Moondream Nano's tokenizer: byte-level merges over the world's own sentences, path numbers as whole tokens."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Iterable
 from pathlib import Path

@@ -1,7 +1,5 @@
 """The recipe: batches in a fixed order, a schedule, checkpoints that a run resumes from, curves."""
 
-from __future__ import annotations
-
 import json
 import math
 import time

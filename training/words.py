@@ -1,7 +1,5 @@
 """What the world prints: words to read, and names of things that it never holds."""
 
-from __future__ import annotations
-
 import random
 import string
 

@@ -6,8 +6,6 @@ each as a page that shows it. Two pages are made here: the REST API, from the do
 Python client, whose docstrings mkdocstrings adds.
 """
 
-from __future__ import annotations
-
 import ast
 import asyncio
 import io

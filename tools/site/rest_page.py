@@ -1,7 +1,5 @@
 """Renders the page of the HTTP routes from the OpenAPI document that a server sends."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Iterator, Mapping
 from typing import Any

@@ -1,7 +1,5 @@
 """Low-rank matrices beside frozen linear layers, and the files in which PEFT keeps them."""
 
-from __future__ import annotations
-
 import json
 import math
 from collections.abc import Mapping

@@ -1,7 +1,5 @@
 """Examples in which a colour has another name: in every answer, and in a part of the requests."""
 
-from __future__ import annotations
-
 import random
 import re
 from collections.abc import Iterator

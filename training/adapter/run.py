@@ -1,7 +1,5 @@
 """The recipe of the example adapter: frozen weights, a few minutes on two CPU cores, scores before and after."""
 
-from __future__ import annotations
-
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass

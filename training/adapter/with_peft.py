@@ -7,8 +7,6 @@ of images are relative to the file. Needs `pip install peft` beside the server's
 stay as they are; docs/adapters.md describes the modules, the prompt and the loss.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import random
