@@ -43,6 +43,7 @@ known, and the time depends on its crops, of which there are some.
 import argparse
 import asyncio
 import contextlib
+import gc
 import hashlib
 import io
 import itertools
@@ -80,8 +81,9 @@ from kestrel_grpc.access.token_file import Scope, line_for, new_secret
 from kestrel_grpc.cli.bench.workload import HEIGHT_PX, WIDTH_PX
 from kestrel_grpc.multiprocess.engine_channel.core_server import CoreServer
 from kestrel_grpc.multiprocess.engine_channel.endpoint import CoreEndpoint
+from kestrel_grpc.multiprocess.supervision.child import NEW_OBJECTS_OF_CORE
 from kestrel_grpc.multiprocess.supervision.child import SWITCH_INTERVAL_S as CORE_SWITCH_INTERVAL_S
-from kestrel_grpc.process.resources import SWITCH_INTERVAL_S
+from kestrel_grpc.process.resources import SWITCH_INTERVAL_S, freeze_existing_objects
 from kestrel_runtime.api.config import EngineConfig
 from kestrel_runtime.api.errors import KestrelError
 from kestrel_runtime.api.events import Finished
@@ -212,8 +214,10 @@ async def _asked_core(
         engine = LocalEngine.start(config, flight_record=endpoint.flight_record)
         server = CoreServer(engine, endpoint)
         await server.start()
+        thresholds = gc.get_threshold()
         try:
             sys.setswitchinterval(CORE_SWITCH_INTERVAL_S)  # as in the server
+            freeze_existing_objects(NEW_OBJECTS_OF_CORE)
             clients = CoreClients.started(
                 endpoint.folder,
                 num_clients,
@@ -227,6 +231,8 @@ async def _asked_core(
                 yield asked
         finally:
             sys.setswitchinterval(interval_s)
+            gc.unfreeze()
+            gc.set_threshold(*thresholds)
             await server.close()
             await asyncio.to_thread(engine.close)
 

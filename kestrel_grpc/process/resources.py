@@ -102,12 +102,15 @@ def return_large_blocks(environment: Mapping[str, str] = os.environ) -> bool:
     return all(library.mallopt(name, value) for name, value in limits)
 
 
-def freeze_existing_objects() -> None:
+def freeze_existing_objects(num_new_objects: int | None = None) -> None:
     """Excludes all objects that exist now from garbage collection, so that it examines the others often.
 
-    Enables the collection if it was disabled during the start.
+    Enables the collection if it was disabled during the start. With `num_new_objects` it begins when there are so
+    many that can have references, in place of Python's 700.
     """
     gc.freeze()
+    if num_new_objects is not None:
+        gc.set_threshold(num_new_objects, *gc.get_threshold()[1:])
     gc.enable()
 
 

@@ -19,7 +19,13 @@ from prometheus_client import generate_latest
 from kestrel_grpc.calls.readiness import death_of
 from kestrel_grpc.multiprocess.engine_channel.endpoint import CoreEndpoint
 from kestrel_grpc.multiprocess.protocol import messages
-from kestrel_grpc.multiprocess.supervision.child import begin, ended_with_supervisor, memory_returner, new_link
+from kestrel_grpc.multiprocess.supervision.child import (
+    NEW_OBJECTS_OF_CORE,
+    begin,
+    ended_with_supervisor,
+    memory_returner,
+    new_link,
+)
 from kestrel_grpc.multiprocess.supervision.stored_images import forget_expired_images
 from kestrel_grpc.process.bytecode import keep_bytecode
 from kestrel_grpc.process.exit import END_TIMEOUT_S, end_now, end_within
@@ -85,7 +91,7 @@ async def _serve(
     loop = asyncio.get_running_loop()
     with ended_with_supervisor(connection):
         await warm_up(engine)
-    freeze_existing_objects()
+    freeze_existing_objects(NEW_OBJECTS_OF_CORE)
     if said.index == 0:
         _log.info("%s", said.config.precision_line())
     reader = EngineReader(engine)

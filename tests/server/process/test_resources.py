@@ -91,10 +91,11 @@ def test_garbage_goes_too() -> None:
 
 
 def test_the_collector_passes_over_what_was_there_at_the_start() -> None:
-    code = (
-        "import gc\nfrom kestrel_grpc.process.resources import freeze_existing_objects\nfreeze_existing_objects()\n"
-    )
-    assert printed(f"{code}print(len(gc.get_objects()))") < 100
+    code = "import gc\nfrom kestrel_grpc.process.resources import freeze_existing_objects\n"
+    code += "before = gc.get_threshold()\n"
+    assert printed(f"{code}freeze_existing_objects()\nprint(len(gc.get_objects()))") < 100
+    code += "freeze_existing_objects()\nsame = gc.get_threshold() == before\nfreeze_existing_objects(3000)\n"
+    assert printed(f"{code}print(gc.get_threshold()[0] * same)") == 3000
 
 
 def test_what_an_operator_has_set_up_stays() -> None:
