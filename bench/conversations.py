@@ -173,10 +173,7 @@ def run(arguments: argparse.Namespace, model: str) -> dict[str, Any]:
         arguments.turns, arguments.pictures, arguments.at_once, arguments.conversations or 2 * arguments.at_once
     )
     options = ("--model", model, "--max-batch-size", str(plan.num_at_once), *arguments.server_options)
-    with (
-        started_server((*options, *WITHOUT_CACHES)) as without,
-        started_server(options) as caches,
-    ):
+    with started_server((*options, *WITHOUT_CACHES)) as without, started_server(options) as caches:
         talks, first = asyncio.run(_talk(plan, {"off": without.address, "on": caches.address}, arguments))
         server = caches.facts()
     off, on = ([talk.per_s for talk in talks[name]] for name in ("off", "on"))

@@ -339,8 +339,7 @@ def run_cut(cut: Cut, model: Model, caches: dict[tuple[int, torch.dtype], KVCach
     if cut.operation == "rotary_decode_attention":
         contexts = Contexts(cut.batch, *cut.contexts)
         cache = caches.setdefault(
-            (cut.batch, cut.dtype),
-            contexts.filled_cache(model.config, model.text.wte.device, cut.dtype),
+            (cut.batch, cut.dtype), contexts.filled_cache(model.config, model.text.wte.device, cut.dtype)
         )
         call = attention_call(model, contexts, cache, cut.num_parts)
     else:

@@ -356,10 +356,7 @@ def main() -> int:
     arguments = options.parse_args()
     if arguments.nvtx and not torch.cuda.is_available():
         options.error("--nvtx needs a CUDA device")
-    with (
-        endless(engine_config(options, arguments)) as config,
-        marked_phases(with_nvtx=arguments.nvtx),
-    ):
+    with endless(engine_config(options, arguments)) as config, marked_phases(with_nvtx=arguments.nvtx):
         engine = LocalEngine.start(config)
         try:
             load = Load(engine, WORKLOADS[arguments.workload], arguments.at_once)

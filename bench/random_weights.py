@@ -21,15 +21,9 @@ from torch import Tensor
 from bench.harness.checkpoints import END_BIAS, training_name, write_tokenizer
 from bench.harness.output import parser_of
 from bench.harness.workload import vocabulary
-from kestrel_runtime.models.moondream.config import (
-    MoondreamConfig,
-)
+from kestrel_runtime.models.moondream.config import MoondreamConfig
 from kestrel_runtime.models.moondream.weights.checkpoint import expected_tensors
-from kestrel_runtime.models.moondream.weights.published import (
-    MOONDREAM_2,
-    PUBLISHED,
-    infer_config,
-)
+from kestrel_runtime.models.moondream.weights.published import MOONDREAM_2, PUBLISHED, infer_config
 
 DEVIATION = 0.02
 KV_SCALE = 0.02

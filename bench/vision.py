@@ -113,10 +113,7 @@ def check_kernels(kernels: Kernels, config: VisionConfig, device: torch.device) 
             partial(scaled_linear_definition, *arguments),
         )
     packed = torch.randn(2 * config.num_image_tokens, 3 * dim, device=device).bfloat16()
-    for name, operation in (
-        ("chosen", kernels.crop_attention),
-        ("library", library_crop_attention),
-    ):
+    for name, operation in (("chosen", kernels.crop_attention), ("library", library_crop_attention)):
         for out_scale in (None, 0.005):
             if name == "chosen" or device.type == "cuda":
                 arguments = (packed, config.num_image_tokens, config.enc_n_heads, out_scale)
@@ -149,9 +146,7 @@ def check_kernels(kernels: Kernels, config: VisionConfig, device: torch.device) 
         return stream
 
     compare(
-        "scaled_linear_add",
-        partial(added, kernels.scaled_linear_add),
-        partial(added, scaled_linear_add_definition),
+        "scaled_linear_add", partial(added, kernels.scaled_linear_add), partial(added, scaled_linear_add_definition)
     )
     return errors
 

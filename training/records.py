@@ -286,12 +286,7 @@ def _asked(question: str, value: dict[str, Any], schemas: dict[str, Any], rng: r
 
 
 def _object(properties: dict[str, Any]) -> dict[str, Any]:
-    return {
-        "type": "object",
-        "properties": properties,
-        "required": list(properties),
-        "additionalProperties": False,
-    }
+    return {"type": "object", "properties": properties, "required": list(properties), "additionalProperties": False}
 
 
 _TITLES = ("Shape", "Answer", "Result", "Response", "Item", "Picture", "UserInfo", "Output", "Data")
@@ -383,12 +378,7 @@ def _dressed(schema: dict[str, Any], rng: random.Random) -> dict[str, Any]:
             | {"title": title}
             | {name: part[name] for name in ("type", "items") if name in part}
         )
-    return {
-        "properties": titled,
-        "required": schema["required"],
-        "title": rng.choice(_TITLES),
-        "type": "object",
-    }
+    return {"properties": titled, "required": schema["required"], "title": rng.choice(_TITLES), "type": "object"}
 
 
 def is_true(answer: str, truth: str) -> bool:

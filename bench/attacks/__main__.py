@@ -97,9 +97,7 @@ def main() -> int:
 
 def _parsed() -> argparse.Namespace:
     parser = argparse.ArgumentParser(
-        prog="python -m bench.attacks",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
+        prog="python -m bench.attacks", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--only", metavar="NAME,…", help="these attacks (default: all)")
     parser.add_argument("--seconds", type=float, default=12.0, help="how long each lasts (default: %(default)g)")

@@ -15,10 +15,7 @@ NUM_UPLOADS, UPLOAD_MIB = 200, 8
 def upload_body() -> bytes:
     """The messages of an upload whose bytes are no adapter."""
     header = wire.AdapterHeader(name="attack", size_bytes=UPLOAD_MIB * MIB)
-    parts = [
-        wire.UploadAdapterRequest(header=header),
-        *[wire.UploadAdapterRequest(chunk=bytes(MIB))] * UPLOAD_MIB,
-    ]
+    parts = [wire.UploadAdapterRequest(header=header), *[wire.UploadAdapterRequest(chunk=bytes(MIB))] * UPLOAD_MIB]
     return b"".join(http2.grpc_message(part.SerializeToString()) for part in parts)
 
 

@@ -252,11 +252,7 @@ ATTACKS = (
         num_processes=2,
     ),
     Attack(
-        "late-reset",
-        "the same, reset after 10 ms",
-        partial(_flood, _late_resets),
-        _call_headers,
-        num_processes=2,
+        "late-reset", "the same, reset after 10 ms", partial(_flood, _late_resets), _call_headers, num_processes=2
     ),
     Attack(
         "settled-resets",
@@ -301,11 +297,7 @@ ATTACKS = (
         num_processes=2,
     ),
     Attack(
-        "churn",
-        "connections that are dropped at once, two processes, no token",
-        _churn,
-        bytes,
-        num_processes=2,
+        "churn", "connections that are dropped at once, two processes, no token", _churn, bytes, num_processes=2
     ),
     Attack(
         "churn-of-calls",

@@ -86,14 +86,7 @@ def _check_malformed(outcome: Mapping[str, int], log: str) -> list[str]:
 
 
 def _row(name: str, what: str, method: str, prepare: partial[bytes], *options: str) -> Attack:
-    return Attack(
-        name,
-        what,
-        partial(_send_one, method),
-        prepare,
-        is_single_message=True,
-        server_options=options,
-    )
+    return Attack(name, what, partial(_send_one, method), prepare, is_single_message=True, server_options=options)
 
 
 ATTACKS = (

@@ -66,9 +66,7 @@ class Curve:
         """Seconds of a request with 1, 2 … `most` in the server."""
         count = np.arange(1, most + 1)
         return np.where(
-            count <= self.at_once[-1],
-            np.interp(count, self.at_once, self.seconds),
-            count / self.most_per_s,
+            count <= self.at_once[-1], np.interp(count, self.at_once, self.seconds), count / self.most_per_s
         )
 
     def with_part_replaced(self, part: Curve, by: Curve) -> Curve:
@@ -221,16 +219,7 @@ class _Server:
     grown by the work of the request.
     """
 
-    __slots__ = (
-        "_images",
-        "_kinds",
-        "_max_images",
-        "_now_s",
-        "_progress",
-        "_running",
-        "_seconds",
-        "num_running",
-    )
+    __slots__ = ("_images", "_kinds", "_max_images", "_now_s", "_progress", "_running", "_seconds", "num_running")
 
     def __init__(self, seconds: Sequence[Sequence[float]], max_images: int) -> None:
         self._seconds = seconds

@@ -47,11 +47,7 @@ def cluster() -> Iterator[str]:
     try:
         serve.start(
             http_options={"host": "127.0.0.1", "port": http_port},
-            grpc_options={
-                "port": grpc_port,
-                "grpc_servicer_functions": list(SERVICERS),
-                "enable_reflection": True,
-            },
+            grpc_options={"port": grpc_port, "grpc_servicer_functions": list(SERVICERS), "enable_reflection": True},
         )
         yield f"127.0.0.1:{grpc_port}"
     finally:
