@@ -569,7 +569,8 @@ def test_another_thread_may_make_the_prompt_while_the_image_is_decoded(
         if is_called:
             make()
 
-    query = Query("hello", IMAGE, sampling=SamplingParams(seed=1))
+    file = hostile_images.progressive_jpeg(64, 48, 9)  # it takes several reads
+    query = Query("hello", file, sampling=SamplingParams(seed=1))
     sequence = submit(preprocessor, query, clock(), call_soon=call_soon).result()
     expected = preprocessor.prepare(query, clock())
     preprocessor.close()
