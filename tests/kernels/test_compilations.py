@@ -200,6 +200,7 @@ def test_the_processes_also_compile_what_is_not_tritons(tmp_path):
     assert str(os.getpid()) not in {(tmp_path / name).read_text() for name in "ab"}
 
 
+@pytest.mark.skipif(triton.__version__.startswith("3.6"), reason="this Triton imports torch")
 def test_triton_hashes_its_files_without_torch():
     file = importlib.import_module("kestrel_ops.compilation.triton_key").__file__
     script = (

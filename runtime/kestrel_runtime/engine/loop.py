@@ -79,9 +79,9 @@ from kestrel_runtime.scheduling.sequence import AdapterLease, PreparedImage, Tok
 
 _MAX_PREFILLS = 2
 """The most prefill steps in flight: one that runs, and one that begins when it ends."""
-_NUM_TOGETHER = 4
-"""So many waiting requests begin at once. Fewer wait for the end of a step with images: together they cost less,
-and meanwhile the answers to that step's prompts have the device for themselves."""
+_NUM_TOGETHER, _NUM_MANY = 4, 16
+"""So many waiting requests begin at once, and so do all where so many others run. Fewer wait for the end of a step
+with images: together they cost less, and the answers to that step's prompts have the device for themselves."""
 _MAX_DECODES, _MAX_DECODES_BEFORE_PREFILL = 2, 5
 """The most decode steps in flight, the running one included; the second if a prefill step follows at once."""
 _RATE_INTERVAL_S, _RATE_INTERVALS = 0.1, 50
@@ -337,8 +337,9 @@ class EngineLoop:
         """Returns whether another prefill step may begin."""
         if not self._prefills:
             return True
-        begins_now = not self._prefills[0].batch.encode or self._scheduler.num_waiting >= _NUM_TOGETHER
-        return begins_now and len(self._prefills) < _MAX_PREFILLS
+        are_few = self._scheduler.num_waiting < _NUM_TOGETHER and self._scheduler.num_active < _NUM_MANY
+        waits = are_few and bool(self._prefills[0].batch.encode)
+        return not waits and len(self._prefills) < _MAX_PREFILLS
 
     def _record_flight(self, batch: Batch) -> frozenset[str]:
         """Records the fingerprints of a batch and of the steps in flight; returns those of the batch."""

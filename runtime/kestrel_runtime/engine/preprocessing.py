@@ -46,7 +46,6 @@ from kestrel_runtime.engine.workers import Interrupted, Job, Result, Workers
 from kestrel_runtime.fairness.image_budget import MAX_DECODING_BYTES, MemoryBudget
 from kestrel_runtime.imaging.crops import Cropping, Crops, DecodedImage, crops_bytes, kept_bytes
 from kestrel_runtime.imaging.decoding import decode_image, image_of, inspect_image
-from kestrel_runtime.imaging.device_crops import PrefetchedImage
 from kestrel_runtime.imaging.header import ImageHeader
 from kestrel_runtime.loading.tokenizer import Tokenizer
 from kestrel_runtime.models.family import ModelConfig, Skill
@@ -443,7 +442,7 @@ class Preprocessor:
                 decoded[facts[0].digest] = self._decoded(
                     request, 0, facts[0].digest, tenant, namespace, facts, check_wanted_and_call
                 )
-            except ImageError:
+            except Exception:
                 prompt.get()  # an error of the text comes first
                 raise
         sequence, digests = prompt.get()
@@ -762,8 +761,8 @@ class Preprocessor:
 def _make_crops(sequence: TokenSequence) -> None:
     """Makes the crops of a sequence that an idle engine got before they were made."""
     for image in sequence.images:
-        if isinstance(image.pixels, PrefetchedImage):
-            image.pixels.prefetched.make()
+        if isinstance(image.pixels, DecodedImage):
+            image.pixels.prefetch()
 
 
 def _decoding_bytes(facts: Sequence[ImageFacts], images: Sequence[RequestImage]) -> int:

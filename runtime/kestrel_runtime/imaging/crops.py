@@ -61,6 +61,9 @@ class DecodedImage:
     def num_crops(self) -> int:
         return 1 + self.rows * self.columns
 
+    def prefetch(self) -> None:
+        """Does nothing: the crops of this image are made when it is encoded."""
+
     def crop_digests(self, *, waits: bool) -> Sequence[bytes] | None:
         """Returns no digests: without crops there are none."""
         return ()

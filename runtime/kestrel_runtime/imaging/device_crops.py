@@ -147,6 +147,10 @@ class PrefetchedImage(DecodedImage):
 
     prefetched: PrefetchedCrops = field(kw_only=True)
 
+    def prefetch(self) -> None:
+        """Makes the crops now, in this thread."""
+        self.prefetched.make()
+
     def crop_digests(self, *, waits: bool) -> Sequence[bytes] | None:
         """Returns a digest of the pixels of each crop, as `CropDigests.get` does; empty if none are computed."""
         return self.prefetched.digests(waits=waits)

@@ -122,7 +122,7 @@ def torch_has_cuda() -> bool:
 
 
 def _hash_compiler() -> None:
-    """Has the compiler of kernels prepare itself. It needs no torch, which the package of kernels imports."""
+    """Has the compiler of kernels prepare itself, as a script: the package of kernels imports torch."""
     found = importlib.util.find_spec("kestrel_ops") if torch_has_cuda() else None
     for folder in () if found is None else found.submodule_search_locations or ():
         runpy.run_path(str(Path(folder, "compilation", "triton_key.py")), run_name="__main__")

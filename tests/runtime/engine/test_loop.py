@@ -467,6 +467,22 @@ async def test_few_requests_that_come_while_images_are_encoded_begin_together() 
     assert loop.join(60.0)
 
 
+async def test_where_many_requests_run_others_begin_beside_a_step_with_images(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(loop_module, "_NUM_MANY", 1)
+    runner = HoldingRunner()
+    loop = new_loop(runner)
+    loop.start()
+    answers = [ask_for(loop, 3, num_image_tokens=4, pixels=blank_crops(2))]
+    first_step = await runner.begun()
+    answers.append(ask_for(loop, 3))
+    second_step = await runner.begun()
+    first_step.end()
+    second_step.end()
+    await asyncio.wait_for(asyncio.gather(*answers), 60.0)
+    loop.stop()
+    assert loop.join(60.0)
+
+
 def test_the_rate_counts_tokens_of_the_last_seconds_only() -> None:
     rate = RecentRate()
     rate.add(100.0, 10)
