@@ -135,6 +135,8 @@ async def test_a_client_that_disconnects_midway_frees_its_pages_within_a_step(
 ):
     config = ServerConfig(port=0, http_port=0, engine=EngineConfig(str(MODEL)))
     steps = Steps(monkeypatch)
+    # Requests without a seed get the same one each time, so that none ends by chance within a few steps.
+    monkeypatch.setattr("kestrel_runtime.engine.preprocessing.secrets.randbits", lambda _: 14)
     engine = LocalEngine(loaded, config.engine_config())
     async with Server(engine, config) as server, asyncio.timeout(60):
         begun = await begin(server, is_streamed)
