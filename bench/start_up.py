@@ -39,8 +39,8 @@ STAGES = (
     ("graphs", "captured "),
     ("first requests", "warmed up "),
 )
-"""What lies before a line of the log, and how the message begins. A line that does not come has no stage. What ran
-in parallel with the stage before counts there."""
+"""Names what lies before a line of the log, and how its message begins. A line that does not come has no stage.
+What ran in parallel with the stage before counts there."""
 ROWS = "cached:64,text:16"
 FIRST_LOAD = "direct:64"
 _PROCESSES, _PICTURES = 4, 64

@@ -1,4 +1,4 @@
-"""What a bench writes: its help, its results as JSON, numbers for people, and how far it has come."""
+"""Writes what a bench has to say: its help, its results as JSON, numbers for people, and how far it has come."""
 
 import argparse
 import json

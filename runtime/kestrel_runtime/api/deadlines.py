@@ -24,9 +24,12 @@ def deadline_in(seconds: float | None) -> float | None:
     return None if seconds is None else time.monotonic() + seconds
 
 
-def remaining_s(deadline: float | None) -> float | None:
-    """Returns the seconds until a deadline, 0 once it has passed, or None without one."""
-    return None if deadline is None else max(0.0, deadline - time.monotonic())
+def remaining_s(deadline: float | None, now: float | None = None) -> float | None:
+    """Returns the seconds from `now` until a deadline, 0 once it has passed, or None without one.
+
+    `now`: a moment of the monotonic clock; the present if None.
+    """
+    return None if deadline is None else max(0.0, deadline - (time.monotonic() if now is None else now))
 
 
 def deadline_error(deadline: float | None, now: float | None = None) -> DeadlineExceeded | None:

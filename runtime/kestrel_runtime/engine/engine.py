@@ -21,7 +21,7 @@ from kestrel_ops import num_compilations
 from kestrel_runtime.adapters.store import AdapterPreparation, AdapterStore
 from kestrel_runtime.api.adapters import AdapterInfo, AdapterLoad
 from kestrel_runtime.api.config import EngineConfig
-from kestrel_runtime.api.deadlines import deadline_error
+from kestrel_runtime.api.deadlines import deadline_error, remaining_s
 from kestrel_runtime.api.engine import CacheLoad, ClearedCache, CoreReading, EngineStatus, ImageInfo, Load
 from kestrel_runtime.api.errors import (
     AdapterNotFound,
@@ -486,11 +486,10 @@ class LocalEngine:
 
 def _wait_limit_s(request: Request, deadline: float | None, now: float) -> float | None:
     """Returns the longest time that a caller is willing to wait in the queue; None without a limit."""
-    max_queue_s = request.options.max_queue_s
-    if deadline is None:
-        return max_queue_s
-    remaining_s = max(0.0, deadline - now)
-    return remaining_s if max_queue_s is None else min(remaining_s, max_queue_s)
+    max_queue_s, left_s = request.options.max_queue_s, remaining_s(deadline, now)
+    if left_s is None or max_queue_s is None:
+        return max_queue_s if left_s is None else left_s
+    return min(left_s, max_queue_s)
 
 
 def _cache_load(cache: EmbeddingCache | CropCache, num_places: int, place_bytes: int) -> CacheLoad:
