@@ -79,6 +79,11 @@ class MemoryReading:
         # Free memory that only waits for the garbage collector, or for reuse by torch.
         gc.collect()
         torch.cuda.empty_cache()
+        return cls.of_cuda(device, limit)
+
+    @classmethod
+    def of_cuda(cls, device: torch.device, limit: int | None) -> MemoryReading:
+        """Reads the memory of a CUDA device as it is, also while another thread allocates."""
         available, total = torch.cuda.mem_get_info(device)
         beyond = 0 if limit is None else max(total - limit, 0)
         return cls(total - beyond, max(available - beyond, 0), torch.cuda.memory_reserved(device), is_host=False)

@@ -8,6 +8,7 @@ import torch
 
 from kestrel_ops import DeviceLimits, KeptFacts, meta_stands_for
 from kestrel_runtime.api.config import EngineConfig
+from kestrel_runtime.memory.plan import MemoryReading
 from kestrel_runtime.models.moondream.config import MoondreamConfig
 from kestrel_runtime.scheduling.limits import StepBounds
 
@@ -59,13 +60,12 @@ class EarlyKernels:
         with meta_stands_for(DeviceLimits.of(device)):
             model = outline(self._config, self._dtype, torch.device("meta"), self._expert_format)
             execution = ExecutionConfig.of(settings, device.type, model)
-        bounds = StepBounds.of(settings, device.type, self._usable_bytes())
+        bounds = StepBounds.of(settings, device.type, self._usable_bytes(device))
         needs = kernel_needs(self._config, settings, execution, bounds, self._dtype, self._expert_format)
         self._loaded = LoadedKernels(execution, needs, load_kernels(needs, device))
 
-    def _usable_bytes(self) -> float:
+    def _usable_bytes(self, device: torch.device) -> float:
         """Returns the bytes that the weights will leave."""
-        free, total = torch.cuda.mem_get_info()
-        used = total - free + max(self._weight_bytes - torch.cuda.memory_reserved(), 0)
-        limit = self._settings.memory_limit
-        return self._settings.memory_utilization * (total if limit is None else min(limit, total)) - used
+        reading = MemoryReading.of_cuda(device, self._settings.memory_limit)
+        to_come = max(self._weight_bytes - reading.weight_bytes, 0)
+        return reading.usable_bytes(self._settings.memory_utilization) - to_come

@@ -28,8 +28,8 @@ def loaded(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     monkeypatch.setattr(DeviceLimits, "of", staticmethod(lambda device: DeviceLimits.of_card((9, 0))))
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
     monkeypatch.setattr(torch.cuda, "set_device", lambda device: None)
-    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (TOTAL - USED, TOTAL))
-    monkeypatch.setattr(torch.cuda, "memory_reserved", lambda: 0)
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (TOTAL - USED, TOTAL))
+    monkeypatch.setattr(torch.cuda, "memory_reserved", lambda device: 0)
     monkeypatch.setattr(
         kernel_compilation, "load_kernels", lambda own, device: needs.append(own) or KeptFacts(None)
     )
