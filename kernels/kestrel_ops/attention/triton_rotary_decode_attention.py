@@ -275,7 +275,7 @@ def _attend_in_steps(
     return highest, weight, total
 
 
-@triton.jit(do_not_specialize=["num_parts"])
+@triton.jit(do_not_specialize=["num_parts"], do_not_specialize_on_alignment=["key_scale", "value_scale"])
 def _attend(
     qkv,
     positions,

@@ -59,7 +59,7 @@ def unsupported(model: ModelShape) -> str | None:
 # The columns lie anywhere in wider rows.
 @triton.jit(
     do_not_specialize=["batch", "integer_stride", "value_stride"],
-    do_not_specialize_on_alignment=["integers", "row_values"],
+    do_not_specialize_on_alignment=["integers", "row_values", "scores"],
 )
 def _advance_rows(
     integers,
