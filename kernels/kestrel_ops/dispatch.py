@@ -13,6 +13,7 @@ import importlib
 import importlib.util
 import logging
 import sys
+import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, fields, replace
@@ -266,19 +267,20 @@ def compiled_together(
     *,
     kept_in: Path | None = None,
     others: Sequence[Callable[[], object]] = (),
+    may_fork: threading.Event | None = None,
 ) -> AbstractContextManager[list[Any]]:
     """Compiles Triton kernels within the block, by so many processes for a device with these limits.
 
     Operations are given tensors of the device `meta`. At the end the kernels are loaded onto the current device, or
     with `kept_in`, where that device need not be here, they are in this folder. The list, which is empty before,
     then has an entry for each, for `load_listed`. Without `kept_in` the processes also call `others`, which keep
-    what they compile.
+    what they compile. They start once `may_fork` is set: no other thread may have tensors on a device then.
     """
     module = _compilations()
     if module is None:
         return nullcontext([])
     return module.compiled_together(
-        num_processors, limits, compiled_ahead=COMPILED_AHEAD, kept_in=kept_in, others=others
+        num_processors, limits, compiled_ahead=COMPILED_AHEAD, kept_in=kept_in, others=others, may_fork=may_fork
     )
 
 

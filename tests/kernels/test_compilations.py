@@ -2,9 +2,11 @@
 
 import importlib
 import json
+import multiprocessing
 import os
 import subprocess
 import sys
+import threading
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
@@ -180,6 +182,36 @@ def test_one_process_alone_is_left_the_work(tmp_path):
     processes = OtherProcesses(1)
     processes.start((tmp_path / "done").touch)
     processes.join(None)
+    assert not list(tmp_path.iterdir())
+
+
+def test_processes_start_once_no_thread_has_tensors_on_a_device(tmp_path):
+    may_fork = threading.Event()
+    processes = OtherProcesses(2, may_fork)
+    for name in "ab":
+        processes.start((tmp_path / name).touch)
+    assert not multiprocessing.active_children()
+    may_fork.set()
+    processes.start((tmp_path / "c").touch)
+    processes.join(None)
+    assert {file.name for file in tmp_path.iterdir()} == set("abc")
+
+
+def test_who_waits_for_the_processes_waits_until_they_may_start(tmp_path):
+    may_fork = threading.Event()
+    processes = OtherProcesses(2, may_fork)
+    processes.start((tmp_path / "done").touch)
+    later = threading.Timer(0.05, may_fork.set)
+    later.start()
+    processes.join(None)
+    later.join()
+    assert [file.name for file in tmp_path.iterdir()] == ["done"]
+
+
+def test_what_may_not_be_forked_in_time_is_left_to_the_caller(tmp_path):
+    processes = OtherProcesses(2, threading.Event())
+    processes.start((tmp_path / "done").touch)
+    processes.join(0.01)
     assert not list(tmp_path.iterdir())
 
 

@@ -19,6 +19,7 @@ import os
 import shutil
 import subprocess
 import tempfile
+import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Executor, Future
@@ -167,6 +168,7 @@ def compiled_together(
     compiled_ahead: Path,
     kept_in: Path | None = None,
     others: Sequence[Callable[[], object]] = (),
+    may_fork: threading.Event | None = None,
 ) -> Iterator[list[ListedKernel]]:
     """Compiles and lists kernels within the block, for a device with these limits, instead of launching them.
 
@@ -176,9 +178,10 @@ def compiled_together(
     """
     if kept_in is None:
         take_over(compiled_ahead, Path(knobs.cache.dir))
-        compiling = _Compiling(min(num_processors, _MOST_PROCESSES), _MOST_SECONDS, others)
+        processes = OtherProcesses(min(num_processors, _MOST_PROCESSES), may_fork)
+        compiling = _Compiling(processes, _MOST_SECONDS, others)
     else:
-        compiling = _Compiling(min(num_processors, _MOST_PROCESSES), None)
+        compiling = _Compiling(OtherProcesses(min(num_processors, _MOST_PROCESSES)), None)
     together = getattr(triton, "AsyncCompileMode", lambda _: nullcontext())
     listed: list[ListedKernel] = []
     with nullcontext() if kept_in is None else _as_if_here(limits, kept_in):
@@ -263,9 +266,9 @@ class _Compiling(Executor):
     """Has other processes compile what is submitted, from the submission on, and takes all of it in `finish`."""
 
     def __init__(
-        self, num_processes: int, most_seconds: float | None, others: Sequence[Callable[[], object]] = ()
+        self, processes: OtherProcesses, most_seconds: float | None, others: Sequence[Callable[[], object]] = ()
     ) -> None:
-        self._processes = OtherProcesses(num_processes)
+        self._processes = processes
         self._most_seconds = most_seconds
         self._jobs: list[tuple[Callable[[], Any], Future[Any]]] = []
         self.kernels: list[Any] = []
@@ -330,11 +333,17 @@ class OtherProcesses:
     A forked process knows its job, which cannot be sent to another one. It uses no device.
     """
 
-    def __init__(self, most_at_once: int) -> None:
-        """Takes the number of processes that compile at once; if it is one, the work is left to the caller."""
+    def __init__(self, most_at_once: int, may_fork: threading.Event | None = None) -> None:
+        """Takes the number of processes that compile at once; if it is one, the work is left to the caller.
+
+        Processes start once `may_fork` is set, which says that no other thread has tensors on a device: a forked
+        process frees what other threads had, and ends when it frees such a tensor.
+        """
         has_fork = most_at_once > 1 and "fork" in multiprocessing.get_all_start_methods()
         self._context = multiprocessing.get_context("fork") if has_fork else None
         self._places = None if self._context is None else self._context.Semaphore(most_at_once)
+        self._may_fork = may_fork
+        self._waiting: list[Callable[[], Any]] = []
         self._started: list[Any] = []
         self._claims = tempfile.TemporaryDirectory()
         """Its files say which functions that launch kernels a process has begun to compile."""
@@ -342,18 +351,28 @@ class OtherProcesses:
     def start(self, job: Callable[[], Any]) -> None:
         """Compiles a kernel as soon as fewer than the most processes do."""
         if self._context is not None:
-            process = self._context.Process(target=partial(self._work, job), daemon=True)
-            with suppress(OSError):  # there are as many processes as the system allows
-                process.start()
-                self._started.append(process)
+            self._waiting.append(job)
+            if self._may_fork is None or self._may_fork.is_set():
+                self._fork()
 
     def join(self, most_seconds: float | None) -> None:
         """Waits for all processes; None: as long as it takes."""
         until = time.monotonic() + (most_seconds or 0.0)
+        if self._waiting and self._may_fork is not None and self._may_fork.wait(most_seconds):
+            self._fork()
         for process in self._started:
             process.join(None if most_seconds is None else max(0.0, until - time.monotonic()))
             process.kill()  # without effect where it has ended
         self._claims.cleanup()
+
+    def _fork(self) -> None:
+        assert self._context is not None
+        for job in self._waiting:
+            process = self._context.Process(target=partial(self._work, job), daemon=True)
+            with suppress(OSError):  # there are as many processes as the system allows
+                process.start()
+                self._started.append(process)
+        self._waiting.clear()
 
     def _work(self, job: Callable[[], Any]) -> None:
         assert self._places is not None

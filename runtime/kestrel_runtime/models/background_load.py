@@ -45,8 +45,10 @@ class BackgroundLoad:
         self._torch_libraries = torch_libraries
         self._binds_near_device = binds_near_device
         self._loaded: Future[LoadedModel] = Future()
-        self._meanwhile: SimpleQueue[Callable[[], object] | None] = SimpleQueue()
+        self._meanwhile: SimpleQueue[Callable[[threading.Event], object] | None] = SimpleQueue()
         """The functions that `result` calls before the model is loaded; None ends them."""
+        self._may_fork = threading.Event()
+        """Set when the threads have no tensors of their own on the device any more."""
         self._using = threading.Thread(target=self._use_device, name="kestrel-device", daemon=True)
         self._hashing = threading.Thread(target=_hash_compiler, name="kestrel-compiler", daemon=True)
         if config.device != "cpu":
@@ -59,7 +61,7 @@ class BackgroundLoad:
         while not self._loaded.done() and (prepare := self._meanwhile.get()) is not None:
             if self._hashing.is_alive():
                 self._hashing.join()
-            prepare()
+            prepare(self._may_fork)
         loaded = self._loaded.result()
         if self._using.is_alive():  # the memory in use is measured next
             self._using.join()
@@ -86,6 +88,9 @@ class BackgroundLoad:
             self._loaded.set_exception(error)
         finally:
             self._meanwhile.put(None)
+            if self._using.is_alive():
+                self._using.join()
+            self._may_fork.set()
 
     def _use_device(self) -> None:
         """Creates the context of the GPU, then has torch's libraries load what they need there."""

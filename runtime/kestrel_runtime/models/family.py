@@ -8,6 +8,7 @@ verify`. A fixture is a folder with a small checkpoint, images, and the answers 
 from __future__ import annotations
 
 import math
+import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -38,8 +39,12 @@ Prepare = Callable[[Request], "TokenSequence"]
 """Decodes an image, makes its crops and tokenises a request, as the engine does before it is scheduled."""
 
 
-Meanwhile = Callable[[Callable[[], object]], None]
-"""Takes a function for another thread to call. What it raises, the start raises."""
+Meanwhile = Callable[[Callable[[threading.Event], object]], None]
+"""Takes a function for another thread to call. What it raises, the start raises.
+
+It is given an event that is set when no other thread has tensors of its own on the device any more: a process that
+is forked before would free them, and end.
+"""
 
 
 class ModelConfig(Protocol):

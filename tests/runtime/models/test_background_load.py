@@ -33,7 +33,7 @@ def test_files_that_cannot_be_read_ahead_are_left_to_those_who_read_them(tmp_pat
     read_ahead([tmp_path / "there", tmp_path / "missing", tmp_path])
 
 
-def _family_that_prepares(monkeypatch: pytest.MonkeyPatch, prepare: Callable[[], object]) -> None:
+def _family_that_prepares(monkeypatch: pytest.MonkeyPatch, prepare: Callable[[threading.Event], object]) -> None:
     class Family(MoondreamFamily):
         """Hands out one function, and loads the weights when it was called."""
 
@@ -41,7 +41,7 @@ def _family_that_prepares(monkeypatch: pytest.MonkeyPatch, prepare: Callable[[],
             self, checkpoint: Any, config: Any, device: Any, dtype: Any, meanwhile: Any = None
         ) -> LoadedWeights:
             called = threading.Event()
-            meanwhile(lambda: (called.set(), prepare()))
+            meanwhile(lambda may_fork: (called.set(), prepare(may_fork)))
             called.wait()
             return super().load(checkpoint, config, device, dtype)
 
@@ -50,13 +50,18 @@ def _family_that_prepares(monkeypatch: pytest.MonkeyPatch, prepare: Callable[[],
 
 def test_who_waits_for_the_model_prepares_meanwhile(monkeypatch: pytest.MonkeyPatch):
     threads: list[int] = []
-    _family_that_prepares(monkeypatch, lambda: threads.append(threading.get_ident()))
+    _family_that_prepares(monkeypatch, lambda may_fork: threads.append(threading.get_ident()))
     BackgroundLoad(EngineConfig(model="moondream-nano", device="cpu")).result()
     assert threads == [threading.get_ident()]
 
 
+def test_who_prepares_learns_when_the_threads_of_the_load_have_no_tensors(monkeypatch: pytest.MonkeyPatch):
+    _family_that_prepares(monkeypatch, lambda may_fork: may_fork.wait())
+    BackgroundLoad(EngineConfig(model="moondream-nano", device="cpu")).result()
+
+
 def test_what_cannot_be_prepared_is_reported(monkeypatch: pytest.MonkeyPatch):
-    def fail() -> None:
+    def fail(may_fork: threading.Event) -> None:
         raise CheckpointError("no such kernels")
 
     _family_that_prepares(monkeypatch, fail)

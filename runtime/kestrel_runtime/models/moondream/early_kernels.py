@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from typing import TYPE_CHECKING, NamedTuple
 
 import torch
@@ -48,8 +49,11 @@ class EarlyKernels:
         """Returns what `load` has loaded, if it was for these settings."""
         return self._loaded if settings == self._settings else None
 
-    def load(self) -> None:
-        """Loads the kernels, or compiles them at first. Raises `CheckpointError` as `prepare` would."""
+    def load(self, may_fork: threading.Event) -> None:
+        """Loads the kernels, or compiles them at first: in other processes, once `may_fork` is set.
+
+        Raises `CheckpointError` as `prepare` would.
+        """
         # All that `prepare` imports is imported now.
         from kestrel_runtime.models.moondream.execution_config import ExecutionConfig
         from kestrel_runtime.models.moondream.kernel_compilation import kernel_needs, load_kernels, outline
@@ -62,7 +66,7 @@ class EarlyKernels:
             execution = ExecutionConfig.of(settings, device.type, model)
         bounds = StepBounds.of(settings, device.type, self._usable_bytes(device))
         needs = kernel_needs(self._config, settings, execution, bounds, self._dtype, self._expert_format)
-        self._loaded = LoadedKernels(execution, needs, load_kernels(needs, device))
+        self._loaded = LoadedKernels(execution, needs, load_kernels(needs, device, may_fork))
 
     def _usable_bytes(self, device: torch.device) -> float:
         """Returns the bytes that the weights will leave."""

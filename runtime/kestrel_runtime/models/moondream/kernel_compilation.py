@@ -7,6 +7,7 @@ launched. So the code of the steps determines the kernels, and neither weights n
 from __future__ import annotations
 
 import logging
+import threading
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass, fields, replace
@@ -104,22 +105,30 @@ def kernel_needs(
     )
 
 
-def load_kernels(needs: KernelNeeds, device: torch.device) -> KeptFacts:
-    """Loads the kernels onto a CUDA device, or compiles them; returns what earlier starts have found."""
+def load_kernels(needs: KernelNeeds, device: torch.device, may_fork: threading.Event | None = None) -> KeptFacts:
+    """Loads the kernels onto a CUDA device, or compiles them; returns what earlier starts have found.
+
+    `may_fork` is set once no other thread has tensors on the device.
+    """
     facts = kept_facts(needs.identity(), (kestrel_runtime,))
-    compile_kernels(needs, DeviceLimits.of(device), facts=facts)
+    compile_kernels(needs, DeviceLimits.of(device), facts=facts, may_fork=may_fork)
     return facts
 
 
 @torch.inference_mode()
 def compile_kernels(
-    needs: KernelNeeds, limits: DeviceLimits, *, kept_in: Path | None = None, facts: KeptFacts | None = None
+    needs: KernelNeeds,
+    limits: DeviceLimits,
+    *,
+    kept_in: Path | None = None,
+    facts: KeptFacts | None = None,
+    may_fork: threading.Event | None = None,
 ) -> int:
     """Compiles the kernels of steps for a CUDA device with these limits; loads them, or only keeps them in a
     folder.
 
     With `facts` the list of kernels is kept, by which the next start of the same configuration loads them without
-    running the steps. Returns the number of kernels.
+    running the steps. Other processes compile once `may_fork` is set. Returns the number of kernels.
     """
     if needs.execution.text == "plain":
         return 0
@@ -136,7 +145,8 @@ def compile_kernels(
         None if execution.vision == "plain" else vision_shape(needs.config.vision, execution.vision, needs.dtype)
     )
     others = needs.execution.kernels.compilations(ModelShape("cuda", limits.capability, needs.dtype, None, vision))
-    with compiled_together(available_processors(), limits, kept_in=kept_in, others=others) as compiled:
+    num_processors = available_processors()
+    with compiled_together(num_processors, limits, kept_in=kept_in, others=others, may_fork=may_fork) as compiled:
         _run(model, execution, needs)
     if kept_in is None:
         del model, execution

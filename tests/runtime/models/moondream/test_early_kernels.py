@@ -1,5 +1,6 @@
 """Kernels that are loaded while weights are copied."""
 
+import threading
 from dataclasses import replace
 from typing import Any
 
@@ -31,14 +32,14 @@ def loaded(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (TOTAL - USED, TOTAL))
     monkeypatch.setattr(torch.cuda, "memory_reserved", lambda device: 0)
     monkeypatch.setattr(
-        kernel_compilation, "load_kernels", lambda own, device: needs.append(own) or KeptFacts(None)
+        kernel_compilation, "load_kernels", lambda own, device, may_fork: needs.append(own) or KeptFacts(None)
     )
     return needs
 
 
 def test_they_are_those_that_the_model_needs_once_it_is_loaded(loaded: list[Any]):
     early = EarlyKernels(CONFIG, SETTINGS, torch.bfloat16, "model", WEIGHTS)
-    early.load()
+    early.load(threading.Event())
     found = early.loaded_for(SETTINGS)
     assert found is not None
     assert loaded == [found.needs]
@@ -53,11 +54,11 @@ def test_they_are_those_that_the_model_needs_once_it_is_loaded(loaded: list[Any]
 def test_they_are_not_used_with_other_settings(loaded: list[Any]):
     early = EarlyKernels(CONFIG, SETTINGS, torch.bfloat16, "model", WEIGHTS)
     assert early.loaded_for(SETTINGS) is None
-    early.load()
+    early.load(threading.Event())
     assert early.loaded_for(replace(SETTINGS, kv_dtype="auto")) is None
 
 
 def test_settings_that_the_card_does_not_allow_fail_the_start(loaded: list[Any]):
     settings = replace(SETTINGS, kernels=(("prefill_attention", "unknown"),))
     with pytest.raises(CheckpointError, match="no such kernels"):
-        EarlyKernels(CONFIG, settings, torch.bfloat16, "model", WEIGHTS).load()
+        EarlyKernels(CONFIG, settings, torch.bfloat16, "model", WEIGHTS).load(threading.Event())
