@@ -12,7 +12,7 @@ from kestrel_runtime.execution.buckets import DecodeSize, PrefillSize
 from kestrel_runtime.execution.graph_capture import StreamCapture
 from kestrel_runtime.execution.graph_policy import GraphBudget
 from kestrel_runtime.execution.kv_cache import KVCache
-from kestrel_runtime.execution.request_state import RequestState
+from kestrel_runtime.execution.request_state import RequestState, RowNeeds
 from kestrel_runtime.execution.sampling import TokenRules
 from kestrel_runtime.execution.step_inputs import DecodeInputs, InputBuffers, PrefillInputs
 from kestrel_runtime.scheduling.batch import EncodeItem
@@ -60,10 +60,10 @@ class Executor(Protocol):
         """
         ...
 
-    def padded_decode(self, size: DecodeSize, *, has_values: bool, uses_adapters: bool) -> DecodeSize:
+    def padded_decode(self, size: DecodeSize, needs: RowNeeds) -> DecodeSize:
         """Returns the size at which a decode step runs, whose captured graphs hold this one by padding.
 
-        If no graph does, it is the size itself. `has_values`: True if its tokens may have values.
+        If no graph does, it is the size itself.
         """
         ...
 

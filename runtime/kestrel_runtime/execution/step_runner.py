@@ -413,9 +413,7 @@ class StepRunner:
             size = DecodeSize(len(sequences), max(len(sequence.cache.pages) for sequence in sequences))
         else:
             num_rows = next(size for size in self._decode_sizes if size >= len(sequences))
-            size = DecodeSize(num_rows, self._max_pages)
-            has_values = needs.sampling.value_kinds != 0
-            size = self._executor.padded_decode(size, has_values=has_values, uses_adapters=needs.uses_adapters)
+            size = self._executor.padded_decode(DecodeSize(num_rows, self._max_pages), needs)
         fields = self._inputs.decode(
             size,
             lambda host: fill_decode(host, sequences, self._state, self._cache.page_size),

@@ -26,7 +26,7 @@ from kestrel_runtime.execution.buckets import (
 from kestrel_runtime.execution.executor import DeviceMemory
 from kestrel_runtime.execution.graph_policy import CapturedGraphs, Work, Works
 from kestrel_runtime.execution.kv_cache import KVCache
-from kestrel_runtime.execution.request_state import SampleNeeds
+from kestrel_runtime.execution.request_state import RowNeeds, SampleNeeds
 from kestrel_runtime.execution.step_inputs import (
     DecodeFields,
     DecodeInputs,
@@ -236,17 +236,24 @@ class MoondreamExecutor:
         if some:
             yield some
 
-    def padded_decode(self, size: DecodeSize, *, has_values: bool, uses_adapters: bool) -> DecodeSize:
-        """Returns the size itself where it has a graph of layers, or where no captured one holds it."""
-        graphs, key = self._decode_graphs, _LayersKey(size, has_values, uses_adapters)
-        if graphs is None or key in graphs:
+    def padded_decode(self, size: DecodeSize, needs: RowNeeds) -> DecodeSize:
+        """Returns the size itself where its layers and what it samples have graphs, or else the next one that has
+        both, or the first one that has layers; the size itself where none has.
+        """
+        graphs, sampling = self._decode_graphs, needs.sampling
+        if graphs is None:
             return size
-        for num_rows in batch_sizes(self._memory.bounds.max_batch_size):
-            held_by = size._replace(num_rows=num_rows)
-            if num_rows > size.num_rows and key._replace(size=held_by) in graphs:
-                graphs.note_missing(key, partial(self._new_decode, key))
-                return held_by
-        return size
+        layers = _LayersKey(size, sampling.value_kinds != 0, needs.uses_adapters)
+        if layers in graphs and _captured_needs(graphs, size.num_rows, sampling) is not None:
+            return size
+        larger = (count for count in batch_sizes(self._memory.bounds.max_batch_size) if count > size.num_rows)
+        sizes = (size, *(size._replace(num_rows=count) for count in larger))
+        held_by = [each for each in sizes if layers._replace(size=each) in graphs]
+        by_both = (each for each in held_by if _captured_needs(graphs, each.num_rows, sampling) is not None)
+        chosen = next(by_both, held_by[0] if held_by else size)
+        if chosen != size and layers not in graphs:
+            graphs.note_missing(layers, partial(self._new_decode, layers))
+        return chosen
 
     def padded_prefill(self, size: PrefillSize, value_kinds: int, *, uses_adapters: bool) -> PrefillSize:
         """Returns the same for a prefill step."""
@@ -284,10 +291,7 @@ class MoondreamExecutor:
             graphs, places, num_rows = self._first_token_graphs, self._prefilled, inputs.size.num_samples
         else:
             return self._sample(hidden, inputs.sample_rows, inputs.needs)
-        needs = inputs.needs
-        if _SampleKey(num_rows, needs) not in graphs:
-            enough = (own for own in _USUAL_NEEDS if own.include(needs) and _SampleKey(num_rows, own) in graphs)
-            needs = next(enough, needs)
+        needs = _captured_needs(graphs, num_rows, inputs.needs) or inputs.needs
         count, rows = hidden.shape[0], inputs.sample_rows
         # `hidden` is at these places. Views of tensors take long, and a replay needs none.
         return graphs.run(_SampleKey(num_rows, needs), lambda: self._sample(places[:count], rows, needs))
@@ -506,6 +510,14 @@ class MoondreamExecutor:
         """Returns the same for a decode step."""
         fill = partial(fill_blank_decode, padding_row=self._memory.state.padding_row)
         return self._memory.inputs.decode(size, fill, in_place=True)
+
+
+def _captured_needs(graphs: CapturedGraphs, num_rows: int, needs: SampleNeeds) -> SampleNeeds | None:
+    """Returns the needs of a graph that samples for `needs` in so many rows; None where none was captured."""
+    if _SampleKey(num_rows, needs) in graphs:
+        return needs
+    usual = (own for own in _USUAL_NEEDS if own.include(needs) and _SampleKey(num_rows, own) in graphs)
+    return next(usual, None)
 
 
 def _crops_id(sequence: TokenSequence, image: SequenceImage) -> tuple[int, int]:

@@ -111,6 +111,20 @@ async def answers(engine: LocalEngine, times: int = 3) -> list[object]:
     return [without_logprobs(finished.output) for finished in outputs]
 
 
+def noted_eager(monkeypatch: pytest.MonkeyPatch) -> list[object]:
+    """A list that gets the key of all work that runs without a graph from now on."""
+    eager: list[object] = []
+    run = CapturedGraphs.run
+
+    def noted(graphs: CapturedGraphs, key: object, work: Callable[[], torch.Tensor]) -> torch.Tensor:
+        if key not in graphs:
+            eager.append(key)
+        return run(graphs, key, work)
+
+    monkeypatch.setattr(CapturedGraphs, "run", noted)
+    return eager
+
+
 def use_quiet_time(runner: StepRunner) -> None:
     """Do what an idle engine does after a while."""
     while runner.capture_wanted():
@@ -217,15 +231,7 @@ def test_usual_traffic_finds_its_graphs_captured_by_the_start(
         bench.runner.capture()
     at_start = captures.num_tried
     assert f"captured {at_start} CUDA graphs" in caplog.text
-    eager: list[object] = []
-    run = CapturedGraphs.run
-
-    def noted(graphs: CapturedGraphs, key: object, work: Callable[[], torch.Tensor]) -> torch.Tensor:
-        if key not in graphs:
-            eager.append(key)
-        return run(graphs, key, work)
-
-    monkeypatch.setattr(CapturedGraphs, "run", noted)
+    eager = noted_eager(monkeypatch)
 
     def generate() -> None:
         (generated,) = bench.generate(6, bench.add(tokens, image))
@@ -244,6 +250,22 @@ def test_usual_traffic_finds_its_graphs_captured_by_the_start(
     assert num_tried > at_start
     use_quiet_time(bench.runner)
     assert captures.num_tried == num_tried
+
+
+def test_decode_steps_have_graphs_of_layers_and_of_sampling_whatever_a_quiet_time_has_captured(
+    monkeypatch: pytest.MonkeyPatch,
+):
+    capture = executor_module.MoondreamExecutor.capture
+    Captures(monkeypatch, ())
+    monkeypatch.setattr(executor_module.MoondreamExecutor, "capture", capture)
+    bench = Bench(MODELS[2], batch=4, prefill=128, text_backend="fused", vision_backend="fused")
+    bench.runner.capture()
+    eager, is_quiet = noted_eager(monkeypatch), True
+    while is_quiet:
+        eager.clear()
+        bench.generate(3, bench.add(TEXT), bench.add(TEXT))
+        assert {type(key).__name__ for key in eager} <= {"_PromptKey"}
+        is_quiet = bench.runner.capture_wanted()
 
 
 def test_sampling_kinds_multiply_no_graphs_of_prefill(

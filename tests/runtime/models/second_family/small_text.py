@@ -21,6 +21,7 @@ from kestrel_runtime.api.requests import Query
 from kestrel_runtime.execution.buckets import DecodeSize, PrefillSize
 from kestrel_runtime.execution.executor import DeviceMemory
 from kestrel_runtime.execution.kv_cache import KVCache
+from kestrel_runtime.execution.request_state import RowNeeds
 from kestrel_runtime.execution.sampling import TokenSampler
 from kestrel_runtime.execution.step_inputs import DecodeInputs, PackedChunks, PrefillInputs
 from kestrel_runtime.execution.step_runner import StateShape, StepRunner
@@ -85,7 +86,7 @@ class SmallTextExecutor:
         attend = cache.prefill(PackedChunks.of(inputs, self._memory.state))
         return self._model.hidden(fields.token_ids, fields.positions, attend)[fields.sample_tokens]
 
-    def padded_decode(self, size: DecodeSize, *, has_values: bool, uses_adapters: bool) -> DecodeSize:
+    def padded_decode(self, size: DecodeSize, needs: RowNeeds) -> DecodeSize:
         return size
 
     def padded_prefill(self, size: PrefillSize, value_kinds: int, *, uses_adapters: bool) -> PrefillSize:
