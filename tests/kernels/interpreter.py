@@ -19,7 +19,7 @@ _language: Any = importlib.import_module("triton.language")
 
 def repair() -> None:
     """Replaces parts of the interpreter; called once in a process, before the first kernel runs."""
-    _multiply_bfloat16()
+    _multiply_rows_alike()
     _round_to_nearest()
     _reduce_by_halves()
     _patch_once_a_launch()
@@ -28,18 +28,24 @@ def repair() -> None:
         _convert_what_differs()
 
 
-def _multiply_bfloat16() -> None:
-    # numpy has no bfloat16: the interpreter holds its bits as integers, and would multiply those.
+def _multiply_rows_alike() -> None:
+    # numpy has no bfloat16: the interpreter holds its bits as integers, and would multiply those. On processors
+    # without AVX-512 the last bits of numpy's products also depend on where a row stands, unlike those of torch.
     create_dot = module.InterpreterBuilder.create_dot
 
-    def as_float32(operand: Any) -> Any:
-        if operand.dtype.scalar != _language.bfloat16:
-            return operand
-        wide = (operand.data.astype(np.uint32) << 16).view(np.float32)
-        return module.TensorHandle(wide, _language.float32)
+    def as_float32(operand: Any) -> torch.Tensor:
+        kind, data = operand.dtype.scalar, operand.data
+        if kind == _language.bfloat16:
+            data = (data.astype(np.uint32) << 16).view(np.float32)
+        elif kind.primitive_bitwidth == 8:
+            data = module._convert_float(data, kind, _language.float32, None).view(np.float32)
+        return torch.from_numpy(np.ascontiguousarray(data, np.float32))
 
-    def create_float32_dot(self: Any, left: Any, right: Any, *more: Any) -> Any:
-        return create_dot(self, as_float32(left), as_float32(right), *more)
+    def create_float32_dot(self: Any, left: Any, right: Any, added: Any, *more: Any) -> Any:
+        if added.data.dtype != np.float32:
+            return create_dot(self, left, right, added, *more)
+        product = torch.matmul(as_float32(left), as_float32(right)).numpy()
+        return module.TensorHandle(product + added.data, added.dtype.scalar)
 
     module.InterpreterBuilder.create_dot = create_float32_dot
 
