@@ -268,19 +268,29 @@ def compiled_together(
     kept_in: Path | None = None,
     others: Sequence[Callable[[], object]] = (),
     may_fork: threading.Event | None = None,
+    meanwhile: Callable[[], object] | None = None,
 ) -> AbstractContextManager[list[Any]]:
     """Compiles Triton kernels within the block, by so many processes for a device with these limits.
 
     Operations are given tensors of the device `meta`. At the end the kernels are loaded onto the current device, or
     with `kept_in`, where that device need not be here, they are in this folder. The list, which is empty before,
-    then has an entry for each, for `load_listed`. Without `kept_in` the processes also call `others`, which keep
-    what they compile. They start once `may_fork` is set: no other thread may have tensors on a device then.
+    then has an entry for each, for `load_listed`.
+
+    Without `kept_in` the processes also call `others`, which keep what they compile. They start once `may_fork` is
+    set: no other thread may have tensors on a device then. At the end of the block, before they are waited for,
+    `meanwhile` is called, which may launch no kernel of Triton.
     """
     module = _compilations()
     if module is None:
         return nullcontext([])
     return module.compiled_together(
-        num_processors, limits, compiled_ahead=COMPILED_AHEAD, kept_in=kept_in, others=others, may_fork=may_fork
+        num_processors,
+        limits,
+        compiled_ahead=COMPILED_AHEAD,
+        kept_in=kept_in,
+        others=others,
+        may_fork=may_fork,
+        meanwhile=meanwhile,
     )
 
 

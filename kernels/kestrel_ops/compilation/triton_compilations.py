@@ -169,6 +169,7 @@ def compiled_together(
     kept_in: Path | None = None,
     others: Sequence[Callable[[], object]] = (),
     may_fork: threading.Event | None = None,
+    meanwhile: Callable[[], object] | None = None,
 ) -> Iterator[list[ListedKernel]]:
     """Compiles and lists kernels within the block, for a device with these limits, instead of launching them.
 
@@ -192,7 +193,7 @@ def compiled_together(
                 yield listed
             finally:
                 _only_compiles.reset(token)
-                compiling.finish()
+                compiling.finish(meanwhile)
         if kept_in is None:
             for kernel in compiling.kernels:
                 _ = kernel.run  # loads it onto the device
@@ -282,8 +283,11 @@ class _Compiling(Executor):
             self._processes.start(job)
         return future
 
-    def finish(self) -> None:
+    def finish(self, meanwhile: Callable[[], object] | None) -> None:
         """Waits for the other processes, and reads all kernels from the folder of compiled kernels."""
+        self._processes.start_waiting(self._most_seconds)
+        if meanwhile is not None:
+            meanwhile()
         self._processes.join(self._most_seconds)
         for job, future in self._jobs:
             try:
@@ -355,11 +359,15 @@ class OtherProcesses:
             if self._may_fork is None or self._may_fork.is_set():
                 self._fork()
 
-    def join(self, most_seconds: float | None) -> None:
-        """Waits for all processes; None: as long as it takes."""
-        until = time.monotonic() + (most_seconds or 0.0)
+    def start_waiting(self, most_seconds: float | None) -> None:
+        """Starts what could not be started yet; waits for that, None: as long as it takes."""
         if self._waiting and self._may_fork is not None and self._may_fork.wait(most_seconds):
             self._fork()
+
+    def join(self, most_seconds: float | None) -> None:
+        """Waits for all processes; None: as long as it takes."""
+        self.start_waiting(most_seconds)
+        until = time.monotonic() + (most_seconds or 0.0)
         for process in self._started:
             process.join(None if most_seconds is None else max(0.0, until - time.monotonic()))
             process.kill()  # without effect where it has ended

@@ -53,7 +53,7 @@ from kestrel_runtime.models.moondream.sampling import (
 )
 from kestrel_runtime.models.moondream.vision.cropping import MoondreamCropping
 from kestrel_runtime.models.moondream.vision.device_cropping import Cropper
-from kestrel_runtime.models.moondream.vision.graphs import EncodeGraphs
+from kestrel_runtime.models.moondream.vision.graphs import FASTEST_PRODUCTS, EncodeGraphs
 from kestrel_runtime.scheduling.batch import EncodeItem
 from kestrel_runtime.scheduling.limits import StepBounds
 from kestrel_runtime.scheduling.sequence import SequenceImage, TokenSequence
@@ -76,7 +76,6 @@ _COARSE_NEEDS = tuple(
 )
 """The members of `_USUAL_NEEDS` with which a server begins. One of them also computes what the others need."""
 _DEFAULT_GRAPH_BYTES = 4096 * MIB
-_FASTEST_PRODUCTS = "fastest products"
 
 _log = logging.getLogger(__name__)
 
@@ -364,13 +363,13 @@ class MoondreamExecutor:
         )
 
     def _capture_measured(self, encodings: EncodeGraphs, *, runs_before: bool) -> None:
-        kept = None if self._facts is None else self._facts.get(_FASTEST_PRODUCTS)
+        kept = None if self._facts is None else self._facts.get(FASTEST_PRODUCTS)
         choices: dict[str, int] = dict(kept or {})
         with measured_products(choices):
             works = encodings.usual(is_measured=True)
             encodings.captured.capture_all(works, each_runs_before=runs_before or not kept)
         if self._facts is not None and choices != kept:
-            self._facts.put(_FASTEST_PRODUCTS, choices)
+            self._facts.put(FASTEST_PRODUCTS, choices)
 
     def capture_wanted(self) -> bool:
         """Captures one step that has come more than once without a graph, or was left by `capture`."""

@@ -28,6 +28,7 @@ from kestrel_ops import (
     compiled_together,
     kept_facts,
     load_listed,
+    measured_products,
     meta_stands_for,
 )
 from kestrel_runtime.api.config import EngineConfig
@@ -40,13 +41,15 @@ from kestrel_runtime.models.moondream.adapters.slabs import AdapterSlabs, RowAda
 from kestrel_runtime.models.moondream.backends import Backends
 from kestrel_runtime.models.moondream.config import MoondreamConfig
 from kestrel_runtime.models.moondream.execution_config import ExecutionConfig, vision_shape
+from kestrel_runtime.models.moondream.fused.vision import SHORT_TYPES, run_products
 from kestrel_runtime.models.moondream.fused.weights import NUM_WIDE_BLOCKS
-from kestrel_runtime.models.moondream.memory import blank_prefill, cache_dtype
+from kestrel_runtime.models.moondream.memory import LIBRARY_BYTES, blank_prefill, bytes_of_others, cache_dtype
 from kestrel_runtime.models.moondream.model import Moondream
 from kestrel_runtime.models.moondream.sampling import VALUES_PER_TOKEN
 from kestrel_runtime.models.moondream.text.decoder import ExpertFormat
 from kestrel_runtime.models.moondream.vision.cropping import MoondreamCropping
 from kestrel_runtime.models.moondream.vision.device_cropping import Cropper
+from kestrel_runtime.models.moondream.vision.graphs import FASTEST_PRODUCTS, measured_counts
 from kestrel_runtime.models.moondream.weights.published import PUBLISHED
 from kestrel_runtime.scheduling.limits import StepBounds
 
@@ -145,8 +148,14 @@ def compile_kernels(
         None if execution.vision == "plain" else vision_shape(needs.config.vision, execution.vision, needs.dtype)
     )
     others = needs.execution.kernels.compilations(ModelShape("cuda", limits.capability, needs.dtype, None, vision))
-    num_processors = available_processors()
-    with compiled_together(num_processors, limits, kept_in=kept_in, others=others, may_fork=may_fork) as compiled:
+    with compiled_together(
+        available_processors(),
+        limits,
+        kept_in=kept_in,
+        others=others,
+        may_fork=may_fork,
+        meanwhile=None if facts is None else partial(_measure_products, needs, facts),
+    ) as compiled:
         _run(model, execution, needs)
     if kept_in is None:
         del model, execution
@@ -155,6 +164,26 @@ def compile_kernels(
         facts.put(_LISTED, compiled)
     _log.info("kernels are compiled after %.1f s: %d", time.monotonic() - started, len(compiled))
     return len(compiled)
+
+
+def _measure_products(needs: KernelNeeds, facts: KeptFacts) -> None:
+    """Measures the products of the encoder whose graphs a start captures, unless memory does not suffice."""
+    vision, execution = needs.config.vision, needs.execution
+    is_float8 = execution.vision == "calibrated-float8"
+    if not execution.with_graphs or not (is_float8 or (execution.vision == "fused" and needs.dtype in SHORT_TYPES)):
+        return
+    choices: dict[str, int] = {}
+    out = torch.empty(0, dtype=needs.dtype, device="cuda")
+    others = bytes_of_others(out.device)
+    try:
+        with measured_products(choices):
+            for count in measured_counts(needs.bounds.max_crops, 1 + vision.max_crops):
+                run_products(vision, execution.kernels, count, out, is_float8=is_float8)
+    except RuntimeError as error:
+        _log.debug("products are measured later: %s", error)
+        return
+    facts.put(FASTEST_PRODUCTS, choices)
+    facts.put(LIBRARY_BYTES, max(bytes_of_others(out.device) - others, 0))
 
 
 def _run(model: Moondream, execution: ExecutionConfig, needs: KernelNeeds) -> None:

@@ -42,6 +42,8 @@ _GRAPHS_SHARE = 8
 """Graphs, without their pools, get at most one part in so many of the available memory."""
 _CHUNKS_PER_CONTEXT = 4
 _LARGEST_STEP = "bytes of the largest step"
+LIBRARY_BYTES = "bytes of libraries for the measured products"
+"""The fact of what these took of the device when a first start measured them before its largest step."""
 
 _log = logging.getLogger(__name__)
 
@@ -178,7 +180,7 @@ def step_bytes(
         _log.info("largest step: %.0f MiB of activations, as measured by an earlier start", kept / MIB)
         return kept
     try:
-        others = 0 if facts is None else _bytes_of_others(model.device)
+        others = 0 if facts is None else bytes_of_others(model.device)
         cache = KVCache(model.config.text, 1, page_size, model.device, dtype)
         works = (largest_prefill(model, backends, cache, bounds, slabs), largest_encode(model, backends, bounds))
         measured = max(map(peak_bytes, works))
@@ -188,11 +190,12 @@ def step_bytes(
     _log.info("largest step: %.0f MiB of activations, estimated %.0f", measured / MIB, estimate / MIB)
     if facts is not None:
         # A start that does not measure has not yet given libraries what they take at their first use.
-        facts.put(_LARGEST_STEP, measured + max(_bytes_of_others(model.device) - others, 0))
+        grown = max(bytes_of_others(model.device) - others, 0)
+        facts.put(_LARGEST_STEP, measured + grown + (facts.get(LIBRARY_BYTES) or 0))
     return measured
 
 
-def _bytes_of_others(device: torch.device) -> int:
+def bytes_of_others(device: torch.device) -> int:
     """Returns the bytes of device memory in use that torch's allocator does not hold."""
     free, total = torch.cuda.mem_get_info(device)
     return total - free - torch.cuda.memory_reserved(device)

@@ -23,7 +23,7 @@ from kestrel_runtime.models.moondream.vision.encoder import VisionModel
 _PATCH_ALIGNMENT = 8
 _MAX_KEPT_PLANS = 16
 """Combinations of images whose plans stay on the device: each takes some 100 kB for each image."""
-_SHORT = (torch.bfloat16, torch.float16)
+SHORT_TYPES = (torch.bfloat16, torch.float16)
 
 _log = logging.getLogger(__name__)
 
@@ -77,7 +77,7 @@ class FusedVision:
         self._precision = precision
         # Products in short types apply the GELU and the addition to the stream themselves. In float32, which serves
         # comparisons, nothing would be gained, and rows of float8 need scales first.
-        self._products_add = precision == "model" and self._dtype in _SHORT
+        self._products_add = precision == "model" and self._dtype in SHORT_TYPES
         self._post_ln = vision.post_ln
         self._epsilon = vision.post_ln.eps
         with torch.no_grad():
@@ -231,6 +231,30 @@ class FusedVision:
         if grid not in self._plans:
             self._plans[grid] = PoolingPlan.of(self.config, *grid, device)
         return self._plans[grid]
+
+
+def run_products(config: VisionConfig, kernels: Kernels, num_crops: int, out: Tensor, *, is_float8: bool) -> None:
+    """Computes the products of one block for so many crops on operands without values, so that they are measured
+    before there are weights.
+
+    `out` is any tensor of the device and of the type of the model. With `is_float8` the products are those of a
+    `CalibratedVision`, else those of a `FusedVision` that adds to the stream.
+    """
+    num_rows, dim = num_crops * config.num_image_tokens, config.enc_dim
+    scale = out.new_ones(1, dtype=torch.float32) if is_float8 else None
+    scales = None if scale is None else scale[:, None]
+
+    def matrix(rows: int, columns: int) -> Tensor:
+        return out.new_empty(rows, columns, dtype=torch.float8_e4m3fn if is_float8 else out.dtype)
+
+    def weights(out_dim: int, in_dim: int) -> tuple[Tensor, Tensor | None, Tensor]:
+        return matrix(out_dim, in_dim), scale, out.new_zeros(out_dim)
+
+    rows, hidden = matrix(num_rows, dim), out.new_empty(num_rows, dim)
+    kernels.scaled_linear(rows, scales, *weights(3 * dim, dim), out.dtype)
+    kernels.scaled_linear_add(rows, scale, *weights(dim, dim), hidden)
+    activated = kernels.scaled_linear_gelu(rows, scale, *weights(config.enc_ff_dim, dim), scale)
+    kernels.scaled_linear_add(activated, scale, *weights(dim, config.enc_ff_dim), hidden)
 
 
 @dataclass(frozen=True, slots=True)

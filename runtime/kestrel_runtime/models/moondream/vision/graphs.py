@@ -18,6 +18,19 @@ _PARTS_OF_IMAGES = range(14, 36, 2)
 prompts, and a change inside one crop leaves two to be encoded."""
 
 
+FASTEST_PRODUCTS = "fastest products"
+"""The fact by which a start keeps which algorithms of the encoder's products are the fastest."""
+
+
+def measured_counts(max_crops: int, max_crops_of_image: int) -> list[int]:
+    """Returns the numbers of crops that are worth a measurement of their products, the largest first.
+
+    They are those of usual images, of the largest image and of the largest step, and hold the others.
+    """
+    most = max(max_crops, max_crops_of_image)
+    return sorted({*range(_USUAL_CROPS, most + 1, _USUAL_CROPS), max_crops_of_image, most}, reverse=True)
+
+
 class EncodeGraphs:
     """Runs `encode` by a graph if there is one for the number of crops."""
 
@@ -59,15 +72,12 @@ class EncodeGraphs:
         return self.captured.run(own, partial(self._stored, own))[:count].clone()
 
     def usual(self, *, is_measured: bool) -> Works:
-        """Returns the numbers of crops that are worth a measurement of their products, or the others; the largest
-        first.
-
-        The first are those of usual images, of the largest image and of the largest step, and hold the others,
-        which are those of one image, and of the changed parts of several.
+        """Returns the numbers of crops whose products are measured, or the others, which are those of one image,
+        and of the changed parts of several; the largest first.
         """
-        usual = {*range(_USUAL_CROPS, self._max_crops + 1, _USUAL_CROPS), self._max_crops_of_image, self._max_crops}
+        usual = measured_counts(self._max_crops, self._max_crops_of_image)
         parts = (count for count in _PARTS_OF_IMAGES if count <= self._max_crops)
-        counts = usual if is_measured else {*range(1, self._max_crops_of_image), *parts} - usual
+        counts = usual if is_measured else {*range(1, self._max_crops_of_image), *parts}.difference(usual)
         for count in sorted(counts, reverse=True):
             yield count, partial(self._stored, count)
 

@@ -1,8 +1,11 @@
+from dataclasses import replace
+from typing import Any
+
 import pytest
 import torch
 
 from kestrel_runtime.models.moondream.fused.calibrated_vision import CalibratedVision, calibration_crops
-from kestrel_runtime.models.moondream.fused.vision import FusedVision
+from kestrel_runtime.models.moondream.fused.vision import FusedVision, run_products
 from tests.runtime.models.moondream.fused.test_vision import ALIGNED, KERNELS, TINY, relative_error, some_model
 from tests.runtime.models.moondream.tiny import tiny_config
 from tests.runtime.models.moondream.vision.test_encoder import some_crops
@@ -34,6 +37,31 @@ def test_the_stream_after_the_last_block_is_what_features_are_made_of():
     assert len(states) == len(model.blocks)
     assert not torch.equal(states[0], states[-1])
     torch.testing.assert_close(model.post_ln(states[-1]).view_as(vision.encode(crops)), vision.encode(crops))
+
+
+@pytest.mark.parametrize("is_float8", [True, False])
+def test_products_without_weights_are_those_of_a_block(is_float8):
+    calls: list[Any] = []
+
+    def noted(name):
+        def call(*operands):
+            tensors = [operand for operand in operands if isinstance(operand, torch.Tensor)]
+            calls.append((name, [(tuple(tensor.shape), tensor.dtype) for tensor in tensors]))
+            return getattr(KERNELS, name)(*operands)
+
+        return call
+
+    names = ("scaled_linear", "scaled_linear_add", "scaled_linear_gelu")
+    kernels = replace(KERNELS, **{name: noted(name) for name in names})
+    model, crops = some_model(ALIGNED).bfloat16(), some_crops(3, ALIGNED)
+    vision = CalibratedVision(model, kernels, crops) if is_float8 else FusedVision(model, kernels, "model")
+    calls.clear()
+    vision.encode(crops)
+    patches, *blocks = calls
+    assert patches[0] == "scaled_linear"
+    calls.clear()
+    run_products(model.config, kernels, 3, torch.empty(0, dtype=torch.bfloat16), is_float8=is_float8)
+    assert blocks == calls * len(model.blocks)
 
 
 def test_dimensions_that_float8_products_refuse_are_refused():

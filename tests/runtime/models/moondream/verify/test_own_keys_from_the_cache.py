@@ -43,7 +43,7 @@ def largest_share(folder, config):
 
 
 def test_others_are_held_to_the_tolerance_of_keys_that_are_not_rounded(tiny_fixture, flashinfer, monkeypatch):
-    """The same numbers come close to it or exceed it, so the tolerance above is not wider than it need be for all."""
+    """The same numbers come close to it, or exceed it: the tolerance above is not wider than need be for all."""
     own, select = largest_share(tiny_fixture, FLASHINFER), Kernels.select
     double = partial(select, "cpu", {"prefill_attention": "flashinfer"})
     monkeypatch.setattr(Kernels, "select", lambda *_: double())

@@ -13,7 +13,7 @@ from torch import Tensor
 from kestrel_ops import Kernels, measured_products
 from kestrel_runtime.execution.graph_policy import GraphBudget
 from kestrel_runtime.models.moondream.fused.calibrated_vision import CalibratedVision, calibration_crops
-from kestrel_runtime.models.moondream.fused.vision import FusedVision
+from kestrel_runtime.models.moondream.fused.vision import FusedVision, run_products
 from kestrel_runtime.models.moondream.vision.encoder import VisionModel
 from kestrel_runtime.models.moondream.vision.graphs import EncodeGraphs
 from kestrel_runtime.models.moondream.weights.published import MOONDREAM_2
@@ -91,6 +91,19 @@ def test_a_crop_has_the_same_bits_by_every_captured_graph(path: str):
     with stream_capture.entered():
         check(graphs)
     settle(DEVICE)
+
+
+@pytest.mark.parametrize("path", ["fused", "calibrated-float8"])
+@torch.inference_mode()
+def test_products_are_measured_without_weights(path: str):
+    encode, choices = encoder(path), dict[str, int]()
+    with measured_products(choices):
+        out, kernels = torch.empty(0, dtype=torch.bfloat16, device=DEVICE), Kernels.select("cuda", {})
+        run_products(CONFIG, kernels, 9, out, is_float8=path == "calibrated-float8")
+        measured = set(choices)
+        encode(crops()[:9])
+    assert len(measured) >= 3
+    assert set(choices) == measured
 
 
 @torch.inference_mode()
