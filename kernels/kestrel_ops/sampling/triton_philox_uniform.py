@@ -33,7 +33,11 @@ def unsupported(model: ModelShape) -> str | None:
     return unsupported_device(model)
 
 
-@triton.jit(do_not_specialize=["num_rows"], do_not_specialize_on_alignment=["counters"])
+# Seeds and counters are columns of any rows.
+@triton.jit(
+    do_not_specialize=["num_rows", "seed_stride", "counter_stride"],
+    do_not_specialize_on_alignment=["seeds", "counters"],
+)
 def _philox_uniform(seeds, counters, out, num_rows, seed_stride, counter_stride, block: tl.constexpr):
     rows = tl.program_id(0) * block + tl.arange(0, block)
     is_row = rows < num_rows

@@ -1,5 +1,8 @@
 """Kernels of a model that is not there, for cards that are not there."""
 
+import os
+import subprocess
+import sys
 from dataclasses import fields, replace
 
 import pytest
@@ -45,3 +48,33 @@ def test_float8_is_refused_for_a_card_that_has_none(tmp_path):
 def test_nothing_is_compiled_or_looked_at_where_definitions_are_named(tmp_path):
     named = tuple((field.name, "reference") for field in fields(Kernels))
     assert compile_ahead("moondream3", EngineConfig(model="", kernels=named), (9, 0), tmp_path) == (0, tmp_path)
+
+
+_START = """
+import kestrel_ops.compilation.triton_compilations
+from kestrel_ops import num_compilations
+from kestrel_runtime.api.config import EngineConfig
+from kestrel_runtime.engine.engine import LocalEngine
+from kestrel_runtime.models.moondream import prepared
+
+load, counts = prepared.load_kernels, [num_compilations()]
+
+def counted(*arguments):
+    facts = load(*arguments)
+    counts.append(num_compilations())
+    return facts
+
+prepared.load_kernels = counted
+settings = {"text_backend": "fused-float8", "vision_backend": "calibrated-float8", "kv_dtype": "float8"}
+LocalEngine.start(EngineConfig(model="moondream-nano", device="cuda", num_kv_pages=512, **settings)).close()
+print(*counts, num_compilations())
+"""
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_captures_compile_nothing_that_a_start_has_not_compiled_together(tmp_path):
+    own = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    own["TRITON_CACHE_DIR"] = str(tmp_path)
+    done = subprocess.run([sys.executable, "-c", _START], capture_output=True, text=True, check=True, env=own)
+    before, together, in_all = map(int, done.stdout.split())
+    assert before == 0 < together == in_all
