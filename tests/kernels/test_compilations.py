@@ -232,6 +232,18 @@ def test_the_processes_also_compile_what_is_not_tritons(tmp_path):
     assert str(os.getpid()) not in {(tmp_path / name).read_text() for name in "ab"}
 
 
+def test_what_is_done_meanwhile_begins_once_no_thread_has_tensors_on_a_device(tmp_path):
+    may_fork, seen = threading.Event(), list[bool]()
+    later = threading.Timer(0.05, may_fork.set)
+    later.start()
+    with compiled_together(
+        1, HOPPER, compiled_ahead=tmp_path, may_fork=may_fork, meanwhile=lambda: seen.append(may_fork.is_set())
+    ):
+        assert seen == []
+    later.join()
+    assert seen == [True]
+
+
 @pytest.mark.skipif(triton.__version__.startswith("3.6"), reason="this Triton imports torch")
 def test_triton_hashes_its_files_without_torch():
     file = importlib.import_module("kestrel_ops.compilation.triton_key").__file__

@@ -284,7 +284,10 @@ class _Compiling(Executor):
         return future
 
     def finish(self, meanwhile: Callable[[], object] | None) -> None:
-        """Waits for the other processes, and reads all kernels from the folder of compiled kernels."""
+        """Waits for the other processes, and reads all kernels from the folder of compiled kernels.
+
+        Calls `meanwhile` once no other thread uses the device.
+        """
         self._processes.start_waiting(self._most_seconds)
         if meanwhile is not None:
             meanwhile()
@@ -360,8 +363,8 @@ class OtherProcesses:
                 self._fork()
 
     def start_waiting(self, most_seconds: float | None) -> None:
-        """Starts what could not be started yet; waits for that, None: as long as it takes."""
-        if self._waiting and self._may_fork is not None and self._may_fork.wait(most_seconds):
+        """Waits until processes may start, None: as long as it takes; starts those that could not start yet."""
+        if self._may_fork is not None and self._may_fork.wait(most_seconds):
             self._fork()
 
     def join(self, most_seconds: float | None) -> None:
@@ -374,8 +377,8 @@ class OtherProcesses:
         self._claims.cleanup()
 
     def _fork(self) -> None:
-        assert self._context is not None
         for job in self._waiting:
+            assert self._context is not None
             process = self._context.Process(target=partial(self._work, job), daemon=True)
             with suppress(OSError):  # there are as many processes as the system allows
                 process.start()
