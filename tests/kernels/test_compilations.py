@@ -109,8 +109,8 @@ def _twice(values, out, block: tl.constexpr):
 def compile_twice(folder):
     """In a process of its own, since Triton's interpreter compiles nothing."""
 
-    def compile_it():
-        with compiled_together(2, HOPPER, compiled_ahead=folder, kept_in=folder) as kernels:
+    def compile_it(meanwhile=None):
+        with compiled_together(2, HOPPER, compiled_ahead=folder, kept_in=folder, meanwhile=meanwhile) as kernels:
             values = torch.empty(64, device="meta")
             launcher(_twice, (1,))(values, values[1:], block=16)
             assert kernels == []
@@ -125,6 +125,9 @@ def compile_twice(folder):
     _twice.device_caches.clear()
     assert compile_it() == first
     assert {path: path.stat().st_mtime_ns for path in folder.rglob("*.cubin")}.items() <= kept.items()
+    _twice.device_caches.clear()
+    with pytest.raises(ZeroDivisionError):
+        compile_it(lambda: 1 // 0)
     with compilations_module._as_if_here(HOPPER, folder):
         _twice.device_caches.clear()
         (kernel,) = found_listed(json.loads(json.dumps(first)))

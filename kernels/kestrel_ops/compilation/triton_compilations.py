@@ -288,10 +288,15 @@ class _Compiling(Executor):
 
         Calls `meanwhile` once no other thread uses the device.
         """
-        self._processes.start_waiting(self._most_seconds)
-        if meanwhile is not None:
-            meanwhile()
-        self._processes.join(self._most_seconds)
+        try:
+            self._processes.start_waiting(self._most_seconds)
+            if meanwhile is not None:
+                meanwhile()
+        finally:  # Triton waits for what was submitted, whatever has failed
+            self._processes.join(self._most_seconds)
+            self._take()
+
+    def _take(self) -> None:
         for job, future in self._jobs:
             try:
                 kernel = job()
