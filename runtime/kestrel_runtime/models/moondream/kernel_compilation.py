@@ -154,7 +154,7 @@ def compile_kernels(
         kept_in=kept_in,
         others=others,
         may_fork=may_fork,
-        meanwhile=None if facts is None else partial(_measure_products, needs, facts),
+        meanwhile=None if facts is None or kept_in is not None else partial(_measure_products, needs, facts),
     ) as compiled:
         _run(model, execution, needs)
     if kept_in is None:
