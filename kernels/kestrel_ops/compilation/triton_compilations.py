@@ -177,12 +177,12 @@ def compiled_together(
     At its end they are loaded, or with `kept_in`, where the device need not be here, they are in this folder. A
     Triton that cannot compile in the background, before 3.5, compiles one after the other.
     """
+    processes = OtherProcesses(min(num_processors, _MOST_PROCESSES), may_fork)
     if kept_in is None:
         take_over(compiled_ahead, Path(knobs.cache.dir))
-        processes = OtherProcesses(min(num_processors, _MOST_PROCESSES), may_fork)
         compiling = _Compiling(processes, _MOST_SECONDS, others)
     else:
-        compiling = _Compiling(OtherProcesses(min(num_processors, _MOST_PROCESSES)), None)
+        compiling = _Compiling(processes, None)
     together = getattr(triton, "AsyncCompileMode", lambda _: nullcontext())
     listed: list[ListedKernel] = []
     with nullcontext() if kept_in is None else _as_if_here(limits, kept_in):
@@ -289,7 +289,7 @@ class _Compiling(Executor):
         Calls `meanwhile` once no other thread uses the device.
         """
         try:
-            self._processes.start_waiting(self._most_seconds)
+            self._processes.start_waiting(None)  # a load ends in any case, and may take longer than compilations
             if meanwhile is not None:
                 meanwhile()
         finally:  # Triton waits for what was submitted, whatever has failed
