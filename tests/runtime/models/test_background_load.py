@@ -56,8 +56,10 @@ def test_who_waits_for_the_model_prepares_meanwhile(monkeypatch: pytest.MonkeyPa
 
 
 def test_who_prepares_learns_when_the_threads_of_the_load_have_no_tensors(monkeypatch: pytest.MonkeyPatch):
-    _family_that_prepares(monkeypatch, lambda may_fork: may_fork.wait())
+    learnt: list[bool] = []
+    _family_that_prepares(monkeypatch, lambda may_fork: learnt.append(may_fork.wait(60)))
     BackgroundLoad(EngineConfig(model="moondream-nano", device="cpu")).result()
+    assert learnt == [True]
 
 
 def test_what_cannot_be_prepared_is_reported(monkeypatch: pytest.MonkeyPatch):
